@@ -72,8 +72,9 @@ ARCH_FLAGS_x86_64 := -march=x86-64-v3
 ARCH_FLAGS_aarch64 := -march=armv8.1-a
 ARCH_FLAGS := $(ARCH_FLAGS_$(shell uname -m))
 OPTIMISE := $(if $(DEBUG),-O0 -g,$(if $(SANITIZE),-O0 -g1,-O3))
-# Kernels pass 512-bit vectors through inlined functions only, so that their ABI (-Wpsabi) does not matter.
-WARNINGS := -Wall -Wextra -Wshadow -Wno-psabi $(if $(WERROR),-Werror)
+# Kernels pass 512-bit vectors through inlined functions only, so that their ABI (-Wpsabi) does not matter. GCC 12 takes
+# joined strings for overlapping memory (-Wrestrict, GCC bug 105651).
+WARNINGS := -Wall -Wextra -Wshadow -Wno-psabi -Wno-restrict $(if $(WERROR),-Werror)
 # The undefined-behaviour build takes the AVX2 code paths, so that CI tests them on machines with AVX-512 too.
 SANITIZER := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all $(if $(findstring undefined,$(SANITIZE)),-DNO_AVX512))
 PREPROCESS := -I. -MMD -MP
@@ -82,7 +83,7 @@ HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hid
 # From version 13 on GCC splits a sum of products in one register into products and sums for AVX-512, and not one in
 # several: the bits would depend on how rows are blocked, and so on the number of threads.
 HOST_FLAGS += $(if $(shell $(CXX) --version 2>/dev/null | grep -i clang),,--param=avoid-fma-max-bits=0)
-COMPILE = $(CXX) -std=c++17 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
+COMPILE = $(CXX) -std=c++20 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
 PCRE2_LIBS := -lpcre2-8
 ifneq ($(PCRE2),)
   PREPROCESS += -isystem $(PCRE2)/include
@@ -124,13 +125,13 @@ ifeq ($(BACKEND),cuda)
   # The host's half of a .cu is compiled like a .cpp, so that it computes the same bits. nvcc hands it on with parentheses
   # of its own in declarations, which -Wparentheses would take for the author's.
   # Line numbers and several architectures make device code large; compressed it is a quarter.
-  COMPILE_CU = $(call cuda,nvcc) -ccbin $(CXX) -std=c++17 $(GENCODE) -Xfatbin -compress-all --expt-relaxed-constexpr \
+  COMPILE_CU = $(call cuda,nvcc) -ccbin $(CXX) -std=c++20 $(GENCODE) -Xfatbin -compress-all --expt-relaxed-constexpr \
                 $(if $(DEBUG),-O0 -g -G,-O3 -lineinfo) \
                 $(addprefix -Xcompiler ,$(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) -Wno-parentheses) $(if $(WERROR),-Werror all-warnings) \
                 $(NVCCFLAGS)
 else ifeq ($(BACKEND),cpu)
   COMPILE_CU := $(COMPILE) -x c++
-  ONEDNN ?= $(shell echo '__has_include(<oneapi/dnnl/dnnl.h>)' | $(CXX) -std=c++17 -E -P -x c++ - 2>/dev/null)
+  ONEDNN ?= $(shell echo '__has_include(<oneapi/dnnl/dnnl.h>)' | $(CXX) -std=c++20 -E -P -x c++ - 2>/dev/null)
   ifneq ($(filter 1 yes,$(ONEDNN)),)
     ONEDNN_FLAGS := -DUSE_ONEDNN
     ONEDNN_LIBS := -ldnnl

@@ -279,18 +279,17 @@ struct Input {
 Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bool loss_tokens_only = false);
 Batch single_sequence(const int32_t* tokens, int64_t n);
 
+struct Pass;  // driver/pass.h: context, model, activations and input; for backward() the gradients, too
 // Tokens to the final norm's output (acts.normf).
-void forward(const Context& ctx, const Model& model, const Activations& acts, const Input& in);
+void forward(const Pass& p);
 // The logits of rows [begin, end) of normf, in the logits buffer; with the softcap, if the model has one.
-Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end);
+Tensor head_logits(const Pass& p, int64_t begin, int64_t end);
 // After forward(): sums the losses of the batch into loss_sum.
 // look: called with each chunk of logits, before the softcap, and its first row; the next chunk overwrites the logits.
-void evaluate_loss(const Context& ctx, const Model& model, const Activations& acts, const Input& in, bool accumulate,
-                   const std::function<void(int64_t begin, Tensor logits)>& look = {});
+void evaluate_loss(const Pass& p, bool accumulate, const std::function<void(int64_t begin, Tensor logits)>& look = {});
 // After forward(): computes the head and the loss, adds the loss to acts.loss_sum, and computes every gradient. dloss
 // is the gradient of each token's loss. first_micro, last_micro: whether this is the step's first or last micro-step.
-void backward(const Context& ctx, const Model& model, Gradients& grads, const Activations& acts, const Input& in,
-              float dloss, bool first_micro, bool last_micro = true);
+void backward(const Pass& p, float dloss, bool first_micro, bool last_micro = true);
 
 struct OptimizerOptions {
     AdamWOptions adamw;

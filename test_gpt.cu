@@ -26,6 +26,7 @@
 #include "dev/tests/saved_state.h"
 #include "dev/tests/vectors.h"
 #include "driver/inference.h"
+#include "driver/pass.h"
 #include "model.h"
 
 namespace {
@@ -77,10 +78,10 @@ struct Run {
     // [n, V], by a pass over the batch.
     Values logits(const Batch& batch) {
         const Input in = upload(ctx, acts, batch);
-        forward(ctx, model, acts, in);
+        forward({ctx, model, acts, in});
         Values all;
         for (int64_t n = 0; n < in.n; n++) {
-            const std::vector<float> row = fetch_floats(ctx, head_logits(ctx, model, acts, n, n + 1));
+            const std::vector<float> row = fetch_floats(ctx, head_logits({ctx, model, acts, in}, n, n + 1));
             all.insert(all.end(), row.begin(), row.begin() + model.config.vocab_size);
         }
         return all;
@@ -89,8 +90,8 @@ struct Run {
     double gradients(const std::vector<Batch>& micro_steps) {
         for (size_t i = 0; i < micro_steps.size(); i++) {
             const Input in = upload(ctx, acts, micro_steps[i]);
-            forward(ctx, model, acts, in);
-            backward(ctx, model, optimizer.grads, acts, in, float(1 / loss_tokens), i == 0);
+            forward({ctx, model, acts, in});
+            backward({ctx, model, acts, in, &optimizer.grads}, float(1 / loss_tokens), i == 0);
         }
         double sum = 0;
         copy_to_host(&sum, acts.loss_sum.data, sizeof sum, ctx.stream);
@@ -240,8 +241,9 @@ void prove_greedy_tokens(const Fixture& f, Run& run) {
         Activations acts(f.config, inference_shape(1, int64_t(sequence.size())));
         acts.allocate(run.ctx);
         const Input in = upload(run.ctx, acts, single_sequence(sequence.data(), int64_t(sequence.size())));
-        forward(run.ctx, run.model, acts, in);
-        const std::vector<float> row = fetch_floats(run.ctx, head_logits(run.ctx, run.model, acts, in.n - 1, in.n));
+        forward({run.ctx, run.model, acts, in});
+        const std::vector<float> row =
+            fetch_floats(run.ctx, head_logits({run.ctx, run.model, acts, in}, in.n - 1, in.n));
         const auto largest = std::max_element(row.begin(), row.begin() + f.config.vocab_size) - row.begin();
         sequence.push_back(engine.next().tokens[0]);
         different += sequence.back() != largest;

@@ -257,25 +257,25 @@ Batch single_sequence(const int32_t* tokens, int64_t n) {
 
 namespace {
 
-// What a norm reads and keeps. mean is null for RMSNorm; both mean and rstd are null without a backward pass.
+// A norm's output, input and statistics. mean is null for RMSNorm; both mean and rstd are null without a backward pass.
 struct NormActs {
     Tensor out, inp, mean, rstd;
 };
-// Norms before attention and the MLP: inp is the residual stream.
+// Norms before attention and the MLP: inp is the residual.
 NormActs norm1(const LayerActs& a) {
     return {a.norm1, a.res1, a.mean1, a.rstd1};
 }
 NormActs norm2(const LayerActs& a) {
     return {a.norm2, a.res2, a.mean2, a.rstd2};
 }
-// Norms after them: out is the residual stream that follows, of which the backward pass needs nothing.
+// Norms after them: out is the residual that follows, of which the backward pass needs nothing.
 NormActs norm_after_attention(const LayerActs& a) {
     return {a.res2, a.proj, {}, a.rstd1};
 }
-NormActs norm_after_mlp(const LayerActs& a, Tensor next_stream) {
-    return {next_stream, a.fcproj, {}, a.rstd2};
+NormActs norm_after_mlp(const LayerActs& a, Tensor next_residual) {
+    return {next_residual, a.fcproj, {}, a.rstd2};
 }
-// What the QKV projection reads, and FC.
+// The input of the QKV projection, and that of FC.
 Tensor qkv_input(const LayerActs& a) {
     return a.norm1 ? a.norm1 : a.res1;
 }
@@ -285,277 +285,288 @@ Tensor fc_input(const LayerActs& a) {
 Tensor first_rows(const Tensor& t, int64_t n) {
     return t ? t.rows(0, n) : t;
 }
-NormActs final_norm(const Activations& acts, int64_t n) {
+NormActs final_norm(const Pass& p) {
+    const Activations& acts = p.acts;
+    const int64_t n = p.in.n;
     return {first_rows(acts.normf, n), first_rows(acts.resf, n), first_rows(acts.meanf, n), first_rows(acts.rstdf, n)};
 }
 // The norm after the embedding. Without a backward pass it works in place.
-NormActs embedding_norm(const Activations& acts, Tensor out) {
-    const int64_t n = out.shape[0];
+NormActs embedding_norm(const Pass& p, Tensor out) {
+    const Activations& acts = p.acts;
+    const int64_t n = p.in.n;
     return {out, acts.embedded ? acts.embedded.rows(0, n) : out, first_rows(acts.meane, n), first_rows(acts.rstde, n)};
 }
 
-// out = norm(inp + added), and inp + added becomes the residual stream a.inp. If added is null: out = norm(a.inp),
-// because a matmul has added already.
-void norm_forward(const Context& ctx, const Model& model, Role role, int64_t layer, const NormActs& a, Tensor inp = {},
-                  Tensor added = {}) {
-    const Range range(ctx.profiler, "norm");
-    const float eps = static_cast<float>(model.config.norm_eps);
-    const Tensor weight = model.weight(role, layer), bias = model.weight(bias_of(role), layer);
-    const Tensor sum = added ? a.inp : Tensor{};
-    if (!added) inp = a.inp;
-    if (model.config.norm == Norm::LayerNorm)
-        layernorm_forward(a.out, sum, a.mean, a.rstd, inp, added, weight, bias, eps, ctx.stream);
-    else
-        rmsnorm_forward(a.out, sum, a.rstd, inp, added, weight, eps, ctx.stream);
+float norm_eps(const Pass& p) {
+    return static_cast<float>(p.model.config.norm_eps);
 }
 
-// The norm after attention or the MLP: a.out = stream + norm(a.inp).
-void norm_after_forward(const Context& ctx, const Model& model, Role role, int64_t layer, const NormActs& a,
-                        Tensor stream) {
-    const Range range(ctx.profiler, "norm");
-    rmsnorm_add_forward(a.out, a.rstd, a.inp, stream, model.weight(role, layer),
-                        static_cast<float>(model.config.norm_eps), ctx.stream);
+// out = norm(inp + added), and inp + added becomes the residual a.inp. If added is null: out = norm(a.inp), because a
+// matmul has added already.
+void norm_forward(const Pass& p, Role role, int64_t layer, const NormActs& a, Tensor inp = {}, Tensor added = {}) {
+    const Range range(p.ctx.profiler, "norm");
+    const Tensor weight = p.model.weight(role, layer), bias = p.model.weight(bias_of(role), layer);
+    const Tensor sum = added ? a.inp : Tensor{};
+    if (!added) inp = a.inp;
+    switch (p.model.config.norm) {
+        case Norm::LayerNorm:
+            return layernorm_forward(a.out, sum, a.mean, a.rstd, inp, added, weight, bias, norm_eps(p), p.stream());
+        case Norm::RMSNorm:
+            return rmsnorm_forward(a.out, sum, a.rstd, inp, added, weight, norm_eps(p), p.stream());
+    }
+}
+
+// The norm after attention or the MLP: a.out = residual + norm(a.inp).
+void norm_after_forward(const Pass& p, Role role, int64_t layer, const NormActs& a, Tensor residual) {
+    const Range range(p.ctx.profiler, "norm");
+    rmsnorm_add_forward(a.out, a.rstd, a.inp, residual, p.model.weight(role, layer), norm_eps(p), p.stream());
 }
 
 Activation activation_of(Mlp mlp) {
-    return mlp == Mlp::GELU ? Activation::GELU : mlp == Mlp::SwiGLU ? Activation::SwiGLU : Activation::ReLU2;
-}
-
-void mlp_forward(const Context& ctx, const Model& model, const Activations& acts, int64_t l, const LayerActs& a,
-                 Pass pass) {
-    const Range range(ctx.profiler, "activation");
-    if (acts.uses_fp8(l)) {
-        const Activation f = activation_of(model.config.mlp);
-        return quantise_input(ctx, acts, FCPROJ_W, l, a.fc.shape[0], pass == Pass::First, a.act_t, pass,
-                              [&](const Fp8Output& out) { fp8_activation_forward(out, f, a.fc, ctx.stream); });
+    switch (mlp) {
+        case Mlp::GELU:
+            return Activation::GELU;
+        case Mlp::SwiGLU:
+            return Activation::SwiGLU;
+        case Mlp::ReLU2:
+            return Activation::ReLU2;
     }
-    if (a.act)  // else mlp_half_backward() computes it again
-        activation_forward(activation_of(model.config.mlp), a.act, a.fc, ctx.stream);
+    throw Error("activation_of: an MLP without an activation function");
+}
+Activation activation_of(const Block& b) {
+    return activation_of(b.p.model.config.mlp);
 }
 
-// What rotates q and k of the layer; null: nothing.
-Tensor rope_table_of(const Activations& acts, int64_t l) {
-    return acts.config.uses_rope(l) ? acts.rope_table : Tensor{};
+void mlp_forward(const Block& b) {
+    const Range range(b.p.ctx.profiler, "activation");
+    if (b.fp8()) {
+        return quantise_input(b, FCPROJ_W, !b.again(), b.a.act_t, [&](const Fp8Output& out) {
+            fp8_activation_forward(out, activation_of(b), b.a.fc, b.p.stream());
+        });
+    }
+    if (b.a.act)  // else mlp_half_backward() computes it again
+        activation_forward(activation_of(b), b.a.act, b.a.fc, b.p.stream());
+}
+
+// The table that rotates q and k of the layer; null: nothing does.
+Tensor rope_table_of(const Block& b) {
+    return b.p.model.config.uses_rope(b.l) ? b.p.acts.rope_table : Tensor{};
 }
 
 // Applies QK-norm and RoPE to q and k, which are adjacent in the packed rows: in place, or from qkv to qk if the
 // backward pass needs both.
-void qk_forward(const Context& ctx, const Model& model, const Activations& acts, const Input& in, int64_t l,
-                const LayerActs& a) {
-    const ModelConfig& c = model.config;
-    const Tensor inp = split_qk(c, a.qkv), table = rope_table_of(acts, l);
+void qk_forward(const Block& b) {
+    const ModelConfig& c = b.p.model.config;
+    const Tensor inp = split_qk(c, b.a.qkv), table = rope_table_of(b), positions = b.p.in.positions;
     if (c.qk_norm == QkNorm::Off) {
         if (!table) return;
-        const Range range(ctx.profiler, "rope");
-        return rope(inp, in.positions, table, false, ctx.stream);
+        const Range range(b.p.ctx.profiler, "rope");
+        return rope(inp, positions, table, false, b.p.stream());
     }
-    const Range range(ctx.profiler, "qk_norm");
-    const QkWeights weight{model.weight(QNORM_W, l), model.weight(KNORM_W, l)};
-    const float eps = static_cast<float>(c.norm_eps);
+    const Range range(b.p.ctx.profiler, "qk_norm");
+    const QkWeights weight{b.w.qnorm, b.w.knorm};
     if (c.qk_norm == QkNorm::AllHeads) {
-        const Tensor rows = qk_rows(c, a.qkv);
-        return qk_norm_all_heads_forward(a.qk ? a.qk : rows, {a.rstd_q, a.rstd_k}, rows, weight, in.positions, table,
-                                         c.heads + c.kv_heads, eps, ctx.stream);
+        const Tensor rows = qk_rows(c, b.a.qkv);
+        return qk_norm_all_heads_forward(b.a.qk ? b.a.qk : rows, {b.a.rstd_q, b.a.rstd_k}, rows, weight, positions,
+                                         table, c.heads + c.kv_heads, norm_eps(b.p), b.p.stream());
     }
-    const Tensor out = a.qk ? split_qk(c, a.qk) : inp;
-    qk_norm_forward(out, a.rstd_qk, inp, weight, in.positions, table, c.heads, eps, ctx.stream);
+    const Tensor out = b.a.qk ? split_qk(c, b.a.qk) : inp;
+    qk_norm_forward(out, b.a.rstd_qk, inp, weight, positions, table, c.heads, norm_eps(b.p), b.p.stream());
 }
 
 // The same for the gradients of q and k, in place in dqkv.
-void qk_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
-                 const Input& in, int64_t l, const LayerActs& a, bool accumulate) {
-    const ModelConfig& c = model.config;
-    const Tensor d = split_qk(c, a.dqkv), table = rope_table_of(acts, l);
+void qk_backward(const Block& b) {
+    const ModelConfig& c = b.p.model.config;
+    const Tensor d = split_qk(c, b.a.dqkv), table = rope_table_of(b), positions = b.p.in.positions;
     if (c.qk_norm == QkNorm::Off) {
         if (!table) return;
-        const Range range(ctx.profiler, "rope");
-        return rope(d, in.positions, table, true, ctx.stream);
+        const Range range(b.p.ctx.profiler, "rope");
+        return rope(d, positions, table, true, b.p.stream());
     }
-    const Range range(ctx.profiler, "qk_norm");
-    const QkWeights weight{model.weight(QNORM_W, l), model.weight(KNORM_W, l)};
-    const QkWeights dweight{model.gradient(grads, QNORM_W, l), model.gradient(grads, KNORM_W, l)};
+    const Range range(b.p.ctx.profiler, "qk_norm");
+    const QkWeights weight{b.w.qnorm, b.w.knorm}, dweight{b.grad(QNORM_W).t, b.grad(KNORM_W).t};
+    const bool accumulate = b.p.grads->accumulate();
     if (c.qk_norm == QkNorm::AllHeads) {
-        return qk_norm_all_heads_backward(qk_rows(c, a.dqkv), dweight, qk_rows(c, a.qkv), {a.rstd_q, a.rstd_k}, weight,
-                                          in.positions, table, c.heads + c.kv_heads, acts.scratch, accumulate,
-                                          ctx.stream);
+        return qk_norm_all_heads_backward(qk_rows(c, b.a.dqkv), dweight, qk_rows(c, b.a.qkv), {b.a.rstd_q, b.a.rstd_k},
+                                          weight, positions, table, c.heads + c.kv_heads, b.p.acts.scratch, accumulate,
+                                          b.p.stream());
     }
-    qk_norm_backward(d, dweight, d, split_qk(c, a.qkv), a.rstd_qk, weight, in.positions, table, c.heads, acts.scratch,
-                     accumulate, ctx.stream);
+    qk_norm_backward(d, dweight, d, split_qk(c, b.a.qkv), b.a.rstd_qk, weight, positions, table, c.heads,
+                     b.p.acts.scratch, accumulate, b.p.stream());
 }
 
-// What attention reads.
-QkvHeads attention_inputs(const ModelConfig& c, const LayerActs& a) {
-    QkvHeads x = split_qkv(c, a.qkv);
-    if (!a.qk) return x;
+QkvHeads attention_inputs(const Block& b) {
+    const ModelConfig& c = b.p.model.config;
+    QkvHeads x = split_qkv(c, b.a.qkv);
+    if (!b.a.qk) return x;
     const int64_t Q = c.heads * c.head_size;
-    x.q = split_heads(a.qk.columns(0, Q), c.heads);
-    x.k = split_heads(a.qk.columns(Q, a.qk.shape[1]), c.kv_heads);
+    x.q = split_heads(b.a.qk.columns(0, Q), c.heads);
+    x.k = split_heads(b.a.qk.columns(Q, b.a.qk.shape[1]), c.kv_heads);
     return x;
 }
 
 // Gated linear attention: computes a log decay for each token and KV head.
-void layer_decay_gate_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a) {
-    if (model.config.attention_type(l) != AttentionType::GatedLinear) return;
-    const Range range(ctx.profiler, "gate");
-    decay_gate_forward(a.log_decay, qkv_input(a), model.weight(DECAY_GATE_W, l), model.weight(DECAY_GATE_B, l),
-                       ctx.stream);
+void layer_decay_gate_forward(const Block& b) {
+    if (b.p.model.config.attention_type(b.l) != AttentionType::GatedLinear) return;
+    const Range range(b.p.ctx.profiler, "gate");
+    decay_gate_forward(b.a.log_decay, qkv_input(b.a), b.w.gate.weight, b.w.gate.bias, b.p.stream());
 }
 
-AttentionSequences softmax_sequences(const ModelConfig& c, const Input& in, int64_t l) {
-    AttentionSequences sequences = in.sequences;
-    sequences.window = c.window(l);
+AttentionSequences softmax_sequences(const Block& b) {
+    AttentionSequences sequences = b.p.in.sequences;
+    sequences.window = b.p.model.config.window(b.l);
     return sequences;
 }
 
 // Computes a.att from a.qkv, by the layer's attention type.
-void layer_attention_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a,
-                             const Activations& acts, const Input& in) {
-    const ModelConfig& c = model.config;
-    const AttentionType type = c.attention_type(l);
+void layer_attention_forward(const Block& b) {
+    const ModelConfig& c = b.p.model.config;
+    const LayerActs& a = b.a;
+    const AttentionType type = c.attention_type(b.l);
     const bool gated = type == AttentionType::GatedLinear;
-    const QkvHeads x = attention_inputs(c, a);
-    const Range range(ctx.profiler, "attention");
+    const QkvHeads x = attention_inputs(b);
+    const Range range(b.p.ctx.profiler, "attention");
     if (type == AttentionType::Softmax) {
-        return attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, softmax_sequences(c, in, l),
-                                 c.attention_scale(), acts.forward_scratch, ctx.stream);
+        return attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, softmax_sequences(b),
+                                 c.attention_scale(), b.p.acts.forward_scratch, b.p.stream());
     }
     linear_attention_forward(split_heads(gated ? a.att_unnormed : a.att, c.heads), a.lse, {}, x.q, x.k, x.v,
-                             a.log_decay, {}, {in.sequences.cum_q, in.sequences.max_q}, linear_attention_type(gated),
-                             acts.forward_scratch, ctx.stream);
+                             a.log_decay, {}, {b.p.in.sequences.cum_q, b.p.in.sequences.max_q},
+                             linear_attention_type(gated), b.p.acts.forward_scratch, b.p.stream());
     if (gated) {
         rmsnorm_forward(head_matrix(a.att, c.heads), {}, head_vector(a.rstd_att), head_matrix(a.att_unnormed, c.heads),
-                        {}, model.weight(HEADNORM_W, l), static_cast<float>(c.norm_eps), ctx.stream);
+                        {}, b.w.headnorm, norm_eps(b.p), b.p.stream());
     }
 }
 
-// next_stream = stream + proj or fcproj of inp. If out exists, it receives the layer's output, and the norm that
-// follows adds that to the stream.
-void add_to_stream(const Context& ctx, const Model& model, const Activations& acts, Role role, int64_t l, Tensor out,
-                   Tensor next_stream, Tensor inp, Tensor stream, Pass pass) {
-    if (out) return linear_forward(ctx, model, acts, role, l, out, inp, {}, pass);
-    linear_forward(ctx, model, acts, role, l, next_stream, inp, {}, pass, stream);
+// next = residual + proj or fcproj of inp. If out exists, it receives the layer's output, and the norm that follows
+// adds that to the residual.
+void add_to_residual(const Block& b, Role role, Tensor out, Tensor next, Tensor inp, Tensor residual) {
+    if (out) return linear_forward(b, role, out, inp);
+    linear_forward(b, role, next, inp, {}, residual);
 }
 
 // A block from the input of attention to the MLP's activation: the part that `--recompute block` repeats. The caller
 // does the last matmul, because the backward pass does not need that matmul's output.
-void block_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
-                   const Input& in, Pass pass) {
-    linear_forward(ctx, model, acts, QKV_W, l, a.qkv, qkv_input(a), a.norm1_t, pass);
-    layer_decay_gate_forward(ctx, model, l, a);
-    qk_forward(ctx, model, acts, in, l, a);
-    layer_attention_forward(ctx, model, l, a, acts, in);
-    add_to_stream(ctx, model, acts, PROJ_W, l, a.proj, a.res2, a.att, a.res1, pass);
-    if (model.config.norm_after)
-        norm_after_forward(ctx, model, NORM1_W, l, norm_after_attention(a), a.res1);
+void block_forward(const Block& b) {
+    const LayerActs& a = b.a;
+    linear_forward(b, QKV_W, a.qkv, qkv_input(a), a.norm1_t);
+    layer_decay_gate_forward(b);
+    qk_forward(b);
+    layer_attention_forward(b);
+    add_to_residual(b, PROJ_W, a.proj, a.res2, a.att, a.res1);
+    if (b.p.model.config.norm_after)
+        norm_after_forward(b.p, NORM1_W, b.l, norm_after_attention(a), a.res1);
     else
-        norm_forward(ctx, model, NORM2_W, l, norm2(a), a.res1, a.proj);
-    if (acts.shape.activation_epilogue == ActivationEpilogue::Both) {
-        const Range range(ctx.profiler, "fc");
-        matmul_forward_activation(activation_of(model.config.mlp), a.act, a.fc, fc_input(a), model.weight(FC_W, l),
-                                  model.weight(FC_B, l), ctx.stream);
+        norm_forward(b.p, NORM2_W, b.l, norm2(a), a.res1, a.proj);
+    if (b.p.acts.shape.activation_epilogue == ActivationEpilogue::Both) {
+        const Range range(b.p.ctx.profiler, "fc");
+        matmul_forward_activation(activation_of(b), a.act, a.fc, fc_input(a), linear_weight(b, FC_W), b.w.fc.bias,
+                                  b.p.stream());
     } else {
-        linear_forward(ctx, model, acts, FC_W, l, a.fc, fc_input(a), a.norm2_t, pass);
-        mlp_forward(ctx, model, acts, l, a, pass);
+        linear_forward(b, FC_W, a.fc, fc_input(a), a.norm2_t);
+        mlp_forward(b);
     }
 }
 
 }  // namespace
 
-void forward(const Context& ctx, const Model& model, const Activations& acts, const Input& in) {
-    const Range range(ctx.profiler, "forward");
+void forward(const Pass& p) {
+    const Range range(p.ctx.profiler, "forward");
+    const Model& model = p.model;
+    const Activations& acts = p.acts;
     const int64_t L = model.config.layers;
     const bool norm_after = model.config.norm_after;
-    const NormActs last = final_norm(acts, in.n);
+    const NormActs last = final_norm(p);
     LayerActs previous{};
-    if (model.gatherer) model.gatherer->begin(ctx.stream);
+    if (model.gatherer) model.gatherer->begin(p.stream());
     for (int64_t l = 0; l < L; l++) {
-        const LayerActs a = first_tokens(acts.forward[static_cast<size_t>(l)], in.n);
+        const Block b = block_of(p, l);
+        const LayerActs& a = b.a;
         if (l == 0) {
-            const Range embedding(ctx.profiler, "embedding");
-            const GatheredGroup weights = model.use(ctx, 0, model.layer_group(0));
-            const NormActs e = embedding_norm(acts, a.res1);
-            embedding_forward(model.config.embedding_norm ? e.inp : a.res1, in.tokens, in.positions, model.weight(WTE),
-                              model.weight(WPE), ctx.stream);
-            if (model.config.embedding_norm) norm_forward(ctx, model, EMBEDNORM_W, -1, e);
-            if (!norm_after) norm_forward(ctx, model, NORM1_W, l, norm1(a));
+            const Range embedding(p.ctx.profiler, "embedding");
+            const GatheredGroup weights = model.use(p.ctx, 0, model.layer_group(0));
+            const NormActs e = embedding_norm(p, a.res1);
+            embedding_forward(model.config.embedding_norm ? e.inp : a.res1, p.in.tokens, p.in.positions,
+                              model.weight(WTE), model.weight(WPE), p.stream());
+            if (model.config.embedding_norm) norm_forward(p, EMBEDNORM_W, -1, e);
+            if (!norm_after) norm_forward(p, NORM1_W, l, norm1(a));
         } else if (norm_after) {
-            norm_after_forward(ctx, model, NORM2_W, l - 1, norm_after_mlp(previous, a.res1), previous.res2);
+            norm_after_forward(p, NORM2_W, l - 1, norm_after_mlp(previous, a.res1), previous.res2);
         } else {
-            norm_forward(ctx, model, NORM1_W, l, norm1(a), previous.res2, previous.fcproj);
+            norm_forward(p, NORM1_W, l, norm1(a), previous.res2, previous.fcproj);
         }
         const GatheredGroup weights =
-            model.use(ctx, model.layer_group(l), l + 1 < L ? model.layer_group(l + 1) : model.head_group());
+            model.use(p.ctx, model.layer_group(l), l + 1 < L ? model.layer_group(l + 1) : model.head_group());
         if (acts.in_host_memory(l)) acts.host_inputs->store(l, a.res1);
-        block_forward(ctx, model, l, a, acts, in, Pass::First);
-        const Tensor next_stream = l + 1 < L ? first_rows(acts.forward[size_t(l + 1)].res1, in.n) : last.inp;
-        add_to_stream(ctx, model, acts, FCPROJ_W, l, a.fcproj, next_stream, a.act, a.res2, Pass::First);
+        block_forward(b);
+        const Tensor next = l + 1 < L ? first_rows(acts.forward[size_t(l + 1)].res1, p.in.n) : last.inp;
+        add_to_residual(b, FCPROJ_W, a.fcproj, next, a.act, a.res2);
         if (acts.in_host_memory(l)) acts.host_inputs->wait();  // then res1 may be overwritten
         previous = a;
     }
     if (norm_after) {
-        norm_after_forward(ctx, model, NORM2_W, L - 1, norm_after_mlp(previous, last.inp), previous.res2);
-        norm_forward(ctx, model, NORMF_W, -1, last);
+        norm_after_forward(p, NORM2_W, L - 1, norm_after_mlp(previous, last.inp), previous.res2);
+        norm_forward(p, NORMF_W, -1, last);
     } else {
-        norm_forward(ctx, model, NORMF_W, -1, last, previous.res2, previous.fcproj);
+        norm_forward(p, NORMF_W, -1, last, previous.res2, previous.fcproj);
     }
 }
 
 namespace {
 
 // The head's output before the softcap, which cross_entropy applies itself.
-Tensor head_forward(const Context& ctx, const Model& model, const Activations& acts, Tensor inp) {
-    const Range range(ctx.profiler, "head");
-    const GatheredGroup weights = model.use(ctx, model.head_group());
-    const Tensor out = acts.logits.rows(0, inp.shape[0]);
-    matmul_forward(out, inp, model.weight(model.head()), model.weight(HEAD_B), ctx.stream);
+Tensor head_forward(const Pass& p, Tensor inp) {
+    const Range range(p.ctx.profiler, "head");
+    const GatheredGroup weights = p.model.use(p.ctx, p.model.head_group());
+    const Tensor out = p.acts.logits.rows(0, inp.shape[0]);
+    matmul_forward(out, inp, p.model.weight(p.model.head()), p.model.weight(HEAD_B), p.stream());
     return out;
 }
 
 // Tokens begin … end of the head's input, for linear_cross_entropy.
-LinearCrossEntropy head_of(const Model& model, const Activations& acts, const Input& in, const Tensor& inp,
-                           int64_t begin, int64_t end) {
+LinearCrossEntropy head_of(const Pass& p, const Tensor& inp, int64_t begin, int64_t end) {
     LinearCrossEntropy head;
-    head.losses = acts.losses.rows(begin, end);
-    head.targets = in.targets.rows(begin, end);
+    head.losses = p.acts.losses.rows(begin, end);
+    head.targets = p.in.targets.rows(begin, end);
     head.inp = inp.rows(begin, end);
-    head.logits = acts.logits.rows(0, end - begin);
-    head.weight = model.weight(model.head());
-    head.bias = model.weight(HEAD_B);
-    head.V = model.config.vocab_size;
-    head.softcap = model.config.logit_softcap;
+    head.logits = p.acts.logits.rows(0, end - begin);
+    head.weight = p.model.weight(p.model.head());
+    head.bias = p.model.weight(HEAD_B);
+    head.V = p.model.config.vocab_size;
+    head.softcap = p.model.config.logit_softcap;
     return head;
 }
 
 }  // namespace
 
-Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end) {
-    const Tensor logits = head_forward(ctx, model, acts, acts.normf.rows(begin, end));
-    softcap_forward(logits, model.config.logit_softcap, ctx.stream);
+Tensor head_logits(const Pass& p, int64_t begin, int64_t end) {
+    const Tensor logits = head_forward(p, p.acts.normf.rows(begin, end));
+    softcap_forward(logits, p.model.config.logit_softcap, p.stream());
     return logits;
 }
 
-void evaluate_loss(const Context& ctx, const Model& model, const Activations& acts, const Input& in, bool accumulate,
-                   const std::function<void(int64_t begin, Tensor logits)>& look) {
-    const int64_t chunk = acts.logits.shape[0];
-    const GatheredGroup weights = model.use(ctx, model.head_group());
-    for (int64_t begin = 0; begin < in.n; begin += chunk) {
-        const int64_t end = std::min(begin + chunk, in.n);
-        const LinearCrossEntropy head = head_of(model, acts, in, acts.normf, begin, end);
+void evaluate_loss(const Pass& p, bool accumulate, const std::function<void(int64_t begin, Tensor logits)>& look) {
+    const int64_t chunk = p.acts.logits.shape[0];
+    const GatheredGroup weights = p.model.use(p.ctx, p.model.head_group());
+    for (int64_t begin = 0; begin < p.in.n; begin += chunk) {
+        const int64_t end = std::min(begin + chunk, p.in.n);
+        const LinearCrossEntropy head = head_of(p, p.acts.normf, begin, end);
         if (look) {
-            head_forward(ctx, model, acts, head.inp);
-            cross_entropy_forward(head.losses, head.logits, head.targets, head.V, head.softcap, ctx.stream);
+            head_forward(p, head.inp);
+            cross_entropy_forward(head.losses, head.logits, head.targets, head.V, head.softcap, p.stream());
             look(begin, head.logits);
         } else {
-            const Range range(ctx.profiler, "head and loss");
-            linear_cross_entropy_forward(head, ctx.stream);
+            const Range range(p.ctx.profiler, "head and loss");
+            linear_cross_entropy_forward(head, p.stream());
         }
     }
-    sum_losses(acts.loss_sum, acts.losses.rows(0, in.n), accumulate, ctx.stream);
+    sum_losses(p.acts.loss_sum, p.acts.losses.rows(0, p.in.n), accumulate, p.stream());
 }
 
 // --------------------------------------------------------------------------------------------------------------------
-// Backward. The first micro-step overwrites the gradients of parameters, the others add to them (accumulate), so
-// nothing is zeroed. Gradients of activations are overwritten. grads.open() and grads.close() enclose the writes of a
+// Backward. The first micro-step writes over the gradients of parameters, the others add to them (Pass::grad), so
+// nothing is zeroed. Gradients of activations are written over. grads.open() and grads.close() enclose the writes of a
 // group's gradient; close() starts its reduction over the ranks (parallel/gradients.h).
 
 namespace {
@@ -563,291 +574,283 @@ namespace {
 // The head, chunk by chunk of tokens: losses, the head's weight gradient and dnormf. Tokens without a target have no
 // gradient. If they are left out (in.loss_rows), the rows of the loss tokens are gathered into dnormf's memory, their
 // gradients are computed in normf's, and scattered to dnormf.
-void head_forward_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
-                           const Input& in, float dloss, bool accumulate) {
-    const Range range(ctx.profiler, "head and loss");
+void head_forward_backward(const Pass& p, float dloss) {
+    const Range range(p.ctx.profiler, "head and loss");
+    const Activations& acts = p.acts;
+    const Input& in = p.in;
     const int64_t chunk = acts.logits.shape[0];
-    const GatheredGroup weights = model.use(ctx, model.head_group());
-    const Tensor dweight = model.gradient(grads, model.head());
+    const GatheredGroup weights = p.model.use(p.ctx, p.model.head_group());
+    const Into dweight = p.grad(p.model.head());
     const int64_t n = in.head_tokens();
     const Tensor inp = in.loss_rows ? acts.dnormf : acts.normf, dinp = in.loss_rows ? acts.normf : acts.dnormf;
-    if (in.loss_rows) gather_rows(inp.rows(0, n), acts.normf.rows(0, in.n), in.loss_rows, ctx.stream);
+    if (in.loss_rows) gather_rows(inp.rows(0, n), acts.normf.rows(0, in.n), in.loss_rows, p.stream());
     for (int64_t begin = 0; begin < n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, n);
-        LinearCrossEntropy head = head_of(model, acts, in, inp, begin, end);
+        LinearCrossEntropy head = head_of(p, inp, begin, end);
         head.dinp = dinp.rows(begin, end);
         head.dloss = dloss;
-        head.accumulate = accumulate || begin > 0;
-        if (!model.table.frozen) {
-            head.dweight = dweight;
-            head.dbias = model.gradient(grads, HEAD_B);
-        }
-        linear_cross_entropy(head, ctx.stream);
+        head.accumulate = dweight.add || begin > 0;
+        head.dweight = dweight.t;
+        head.dbias = p.grad(HEAD_B).t;
+        linear_cross_entropy(head, p.stream());
     }
-    if (in.loss_rows) scatter_rows(acts.dnormf.rows(0, in.n), dinp.rows(0, n), in.loss_rows, ctx.stream);
+    if (in.loss_rows) scatter_rows(acts.dnormf.rows(0, in.n), dinp.rows(0, n), in.loss_rows, p.stream());
 }
 
 struct NormGradients {
-    Tensor dx;            // of the norm's input: the norm's gradient is added to it
+    Into dx;              // of the norm's input
     Tensor dout;          // of the norm's output
     Tensor dbias_before;  // of the bias of the linear layer before the norm (proj or fcproj): dx summed over the
                           // tokens. Null: no bias
-    bool adds = true;     // false: dx is overwritten
 };
 
-void norm_backward(const Context& ctx, const Model& model, const Gradients& grads, Role role, int64_t layer,
-                   const NormActs& a, const NormGradients& d, Tensor scratch, bool accumulate) {
-    const Range range(ctx.profiler, "norm");
-    const Tensor weight = model.weight(role, layer), dweight = model.gradient(grads, role, layer);
-    const Tensor dbias = model.gradient(grads, bias_of(role), layer);
-    const Tensor dresidual = d.adds ? d.dx : Tensor{};
-    if (model.config.norm == Norm::LayerNorm) {
-        layernorm_backward(d.dx, dweight, dbias, d.dbias_before, d.dout, dresidual, a.inp, weight, a.mean, a.rstd,
-                           scratch, accumulate, ctx.stream);
-    } else {
-        rmsnorm_backward(d.dx, dweight, d.dbias_before, d.dout, dresidual, a.inp, weight, a.rstd, scratch, accumulate,
-                         ctx.stream);
+void norm_backward(const Pass& p, Role role, int64_t layer, const NormActs& a, const NormGradients& d) {
+    const Range range(p.ctx.profiler, "norm");
+    const Tensor weight = p.model.weight(role, layer);
+    const Into dweight = p.grad(role, layer);
+    const Tensor dresidual = d.dx.add ? d.dx.t : Tensor{};
+    switch (p.model.config.norm) {
+        case Norm::LayerNorm:
+            return layernorm_backward(d.dx.t, dweight.t, p.grad(bias_of(role), layer).t, d.dbias_before, d.dout,
+                                      dresidual, a.inp, weight, a.mean, a.rstd, p.acts.scratch, p.grads->accumulate(),
+                                      p.stream());
+        case Norm::RMSNorm:
+            return rmsnorm_backward(d.dx.t, dweight.t, d.dbias_before, d.dout, dresidual, a.inp, weight, a.rstd,
+                                    p.acts.scratch, p.grads->accumulate(), p.stream());
     }
 }
 
 // Where the gradient of the activation's input goes: over dact (GELU, ReLU²) or over the input (SwiGLU). If the forward
 // pass did not keep act, it is computed again and overwrites dact.
-ActivationGradient activation_gradient(const Model& model, const LayerActs& a) {
+ActivationGradient activation_gradient(const Block& b) {
     ActivationGradient d;
-    d.dpre = model.config.mlp == Mlp::SwiGLU ? a.fc : a.dact;
-    d.dact = a.dact;
-    if (!a.act) d.act = a.dact;
+    d.dpre = b.p.model.config.mlp == Mlp::SwiGLU ? b.a.fc : b.a.dact;
+    d.dact = b.a.dact;
+    if (!b.a.act) d.act = b.a.dact;
     return d;
 }
 
-void mlp_backward(const Context& ctx, const Model& model, const LayerActs& a) {
-    const Range range(ctx.profiler, "activation");
-    const ActivationGradient d = activation_gradient(model, a);
-    activation_backward(activation_of(model.config.mlp), d.dpre, d.act, d.dact, a.fc, ctx.stream);
+void mlp_backward(const Block& b) {
+    const Range range(b.p.ctx.profiler, "activation");
+    const ActivationGradient d = activation_gradient(b);
+    activation_backward(activation_of(b), d.dpre, d.act, d.dact, b.a.fc, b.p.stream());
 }
 
 // fp8: the gradients of the activation function and of FC, instead of mlp_backward() and linear_backward(). The
 // gradient of FC's output is stored in the model's dtype only if FC has a bias, whose gradient is computed from it.
-void fp8_fc_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, int64_t l,
-                     const LayerActs& a, bool accumulate) {
-    const Activation f = activation_of(model.config.mlp);
-    const Tensor dbias = bias_gradient(model, grads, FC_W, l);
-    const Tensor dfc = !dbias ? Tensor{} : f == Activation::SwiGLU ? a.fc : a.dact;
-    fp8_linear_backward(ctx, model, grads, acts, FC_W, l, a.dnorm2, a.norm2_t, accumulate, [&](const Fp8Output& out) {
+void fp8_fc_backward(const Block& b) {
+    const Tensor dbias = bias_gradient(b, FC_W);
+    const Tensor dfc = dbias ? activation_gradient(b).dpre : Tensor{};
+    fp8_linear_backward(b, FC_W, b.a.dnorm2, b.a.norm2_t, [&](const Fp8Output& out) {
         // dfc overwrites what a second call would read.
-        fp8_activation_backward(out, out.rows ? dfc : Tensor{}, f, a.dact, a.fc, ctx.stream);
+        fp8_activation_backward(out, out.rows ? dfc : Tensor{}, activation_of(b), b.a.dact, b.a.fc, b.p.stream());
     });
-    if (dbias) matmul_backward_bias(dbias, dfc, accumulate, ctx.stream);
+    if (dbias) matmul_backward_bias(dbias, dfc, b.p.grads->accumulate(), b.p.stream());
 }
 
 // Computes what the forward pass didn't keep, with the same kernels from the same inputs: the bits are the same.
-void recompute(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
-               const Input& in) {
-    const Range range(ctx.profiler, "recompute");
-    const Recompute level = acts.shape.recompute;
-    const bool norm_after = model.config.norm_after;
-    if (level >= Recompute::Norms && !norm_after) norm_forward(ctx, model, NORM1_W, l, norm1(a));
+void recompute(const Block& b) {
+    const Range range(b.p.ctx.profiler, "recompute");
+    const LayerActs& a = b.a;
+    const Recompute level = b.p.acts.shape.recompute;
+    const bool norm_after = b.p.model.config.norm_after;
+    if (level >= Recompute::Norms && !norm_after) norm_forward(b.p, NORM1_W, b.l, norm1(a));
     if (level == Recompute::Block) {
-        block_forward(ctx, model, l, a, acts, in, Pass::Again);
-        if (norm_after) linear_forward(ctx, model, acts, FCPROJ_W, l, a.fcproj, a.act, {}, Pass::Again);
+        block_forward(b);
+        if (norm_after) linear_forward(b, FCPROJ_W, a.fcproj, a.act);
         return;
     }
-    if (level >= Recompute::Norms && a.qk) qk_forward(ctx, model, acts, in, l, a);
-    if (level >= Recompute::Norms && !norm_after) norm_forward(ctx, model, NORM2_W, l, norm2(a));
-    if (level >= Recompute::Norms && acts.uses_fp8(l)) {
-        quantise_input(ctx, acts, QKV_W, l, a.norm1, false, a.norm1_t, Pass::Again);
-        quantise_input(ctx, acts, FC_W, l, a.norm2, false, a.norm2_t, Pass::Again);
+    if (level >= Recompute::Norms && a.qk) qk_forward(b);
+    if (level >= Recompute::Norms && !norm_after) norm_forward(b.p, NORM2_W, b.l, norm2(a));
+    if (level >= Recompute::Norms && b.fp8()) {
+        quantise_input(b, QKV_W, a.norm1, false, a.norm1_t);
+        quantise_input(b, FC_W, a.norm2, false, a.norm2_t);
     }
-    if (level >= Recompute::Activation) mlp_forward(ctx, model, acts, l, a, Pass::Again);
+    if (level >= Recompute::Activation) mlp_forward(b);
 }
 
 // Where attention's backward pass sums the gradients of q, k and v, for that of the QKV projection's bias. Null: it
 // does not.
-AttentionGradientSums gradient_sums(const ModelConfig& c, const Activations& acts, const Input& in, int64_t l) {
-    const bool planned = acts.dq_sums && c.attention_type(l) == AttentionType::Softmax;
-    if (!planned || in.sequences.count) return {};
+AttentionGradientSums gradient_sums(const Block& b) {
+    const ModelConfig& c = b.p.model.config;
+    const Activations& acts = b.p.acts;
+    const AttentionSequences& sequences = b.p.in.sequences;
+    const bool planned = acts.dq_sums && c.attention_type(b.l) == AttentionType::Softmax;
+    if (!planned || sequences.count) return {};
     const AttentionSumRows rows =
-        attention_gradient_sum_rows(in.sequences.cum_q.shape[0] - 1, in.sequences.max_q, in.sequences.max_k, c.heads,
+        attention_gradient_sum_rows(sequences.cum_q.shape[0] - 1, sequences.max_q, sequences.max_k, c.heads,
                                     c.head_size, acts.shape.dtype, acts.shape.deterministic);
     if (rows.dq > acts.dq_sums.shape[0] || rows.dkv > acts.dkv_sums.shape[0]) return {};
     return {acts.dq_sums.rows(0, rows.dq), acts.dkv_sums.rows(0, rows.dkv)};
 }
 
 // Computes a.dqkv and a.dlog_decay from a.datt. The gradient of the per-head norm overwrites that norm's output, a.att.
-void layer_attention_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l,
-                              const LayerActs& a, const Activations& acts, const Input& in,
-                              const AttentionGradientSums& sums, bool accumulate) {
-    const ModelConfig& c = model.config;
-    const AttentionType type = c.attention_type(l);
+void layer_attention_backward(const Block& b, const AttentionGradientSums& sums) {
+    const ModelConfig& c = b.p.model.config;
+    const LayerActs& a = b.a;
+    const AttentionType type = c.attention_type(b.l);
     const bool gated = type == AttentionType::GatedLinear;
-    const QkvHeads x = attention_inputs(c, a), d = split_qkv(c, a.dqkv);
-    const Range range(ctx.profiler, "attention");
+    const QkvHeads x = attention_inputs(b), d = split_qkv(c, a.dqkv);
+    const Range range(b.p.ctx.profiler, "attention");
     if (type == AttentionType::Softmax) {
         attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v, split_heads(a.att, c.heads),
-                           a.lse, softmax_sequences(c, in, l), c.attention_scale(), acts.scratch, ctx.stream,
-                           acts.shape.deterministic, sums);
+                           a.lse, softmax_sequences(b), c.attention_scale(), b.p.acts.scratch, b.p.stream(),
+                           b.p.acts.shape.deterministic, sums);
         if (!sums.dq) return;
-        const Tensor dbias = model.gradient(grads, QKV_B, l);
+        const Into dbias = b.grad(QKV_B);
         const int64_t Q = sums.dq.shape[1];
-        matmul_backward_bias(dbias.rows(0, Q), sums.dq, accumulate, ctx.stream);
-        return matmul_backward_bias(dbias.rows(Q, dbias.shape[0]), sums.dkv, accumulate, ctx.stream);
+        matmul_backward_bias(dbias.t.rows(0, Q), sums.dq, dbias.add, b.p.stream());
+        return matmul_backward_bias(dbias.t.rows(Q, dbias.t.shape[0]), sums.dkv, dbias.add, b.p.stream());
     }
     if (gated) {
-        rmsnorm_backward(head_matrix(a.att, c.heads), model.gradient(grads, HEADNORM_W, l), {},
-                         head_matrix(a.datt, c.heads), {}, head_matrix(a.att_unnormed, c.heads),
-                         model.weight(HEADNORM_W, l), head_vector(a.rstd_att), acts.scratch, accumulate, ctx.stream);
+        rmsnorm_backward(head_matrix(a.att, c.heads), b.grad(HEADNORM_W).t, {}, head_matrix(a.datt, c.heads), {},
+                         head_matrix(a.att_unnormed, c.heads), b.w.headnorm, head_vector(a.rstd_att), b.p.acts.scratch,
+                         b.p.grads->accumulate(), b.p.stream());
     }
     linear_attention_backward(d.q, d.k, d.v, a.dlog_decay, {}, split_heads(gated ? a.att : a.datt, c.heads), {}, x.q,
                               x.k, x.v, a.log_decay, {}, split_heads(gated ? a.att_unnormed : a.att, c.heads), a.lse,
-                              {in.sequences.cum_q, in.sequences.max_q}, linear_attention_type(gated), acts.scratch,
-                              ctx.stream);
+                              {b.p.in.sequences.cum_q, b.p.in.sequences.max_q}, linear_attention_type(gated),
+                              b.p.acts.scratch, b.p.stream());
 }
 
 // Gated linear attention: gradients of the decay gate's weights, and of its input, which is added to dinp.
-void layer_decay_gate_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l,
-                               const LayerActs& a, Tensor dinp, bool accumulate) {
-    if (model.config.attention_type(l) != AttentionType::GatedLinear) return;
-    const Range range(ctx.profiler, "gate");
-    const Tensor dx = a.ddecay_gate.columns(0, model.config.kv_heads);
-    decay_gate_backward(dx, a.dlog_decay, a.log_decay, ctx.stream);
-    if (!model.table.frozen)
-        matmul_backward_weight(model.gradient(grads, DECAY_GATE_W, l), model.gradient(grads, DECAY_GATE_B, l), dx,
-                               qkv_input(a), accumulate, ctx.stream);
-    matmul_backward_input(dinp, dx, model.weight(DECAY_GATE_W, l), true, ctx.stream);
+void layer_decay_gate_backward(const Block& b, Tensor dinp) {
+    if (b.p.model.config.attention_type(b.l) != AttentionType::GatedLinear) return;
+    const Range range(b.p.ctx.profiler, "gate");
+    const Tensor dx = b.a.ddecay_gate.columns(0, b.p.model.config.kv_heads);
+    decay_gate_backward(dx, b.a.dlog_decay, b.a.log_decay, b.p.stream());
+    if (const Into dweight = b.grad(DECAY_GATE_W))
+        matmul_backward_weight(dweight.t, b.grad(DECAY_GATE_B).t, dx, qkv_input(b.a), dweight.add, b.p.stream());
+    matmul_backward_input(dinp, dx, b.w.gate.weight, true, b.p.stream());
 }
 
 // The gradients of fcproj and of the activation function in one matmul, with that of fc's bias.
-void fused_mlp_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l, const LayerActs& a,
-                        Tensor dout, bool accumulate) {
-    ActivationGradient d = activation_gradient(model, a);
-    d.dbias = bias_gradient(model, grads, FC_W, l);
-    d.accumulate = accumulate;
-    if (a.act) weight_backward(ctx, model, grads, FCPROJ_W, l, dout, a.act, {}, accumulate);
+void fused_mlp_backward(const Block& b, Tensor dout) {
+    ActivationGradient d = activation_gradient(b);
+    d.dbias = bias_gradient(b, FC_W);
+    d.accumulate = b.p.grads->accumulate();
+    if (b.a.act) weight_backward(b, FCPROJ_W, dout, b.a.act, {});
     {
-        const Range range(ctx.profiler, "fcproj");
-        matmul_backward_activation(activation_of(model.config.mlp), d, dout, model.weight(FCPROJ_W, l), a.fc,
-                                   ctx.stream);
+        const Range range(b.p.ctx.profiler, "fcproj");
+        matmul_backward_activation(activation_of(b), d, dout, linear_weight(b, FCPROJ_W), b.a.fc, b.p.stream());
     }
-    if (!a.act) weight_backward(ctx, model, grads, FCPROJ_W, l, dout, d.act, {}, accumulate);
+    if (!b.a.act) weight_backward(b, FCPROJ_W, dout, d.act, {});
 }
 
-// The MLP's half of a block, from the gradient of fcproj's output to that of fc's input, dinp. adds: to dinp.
-void mlp_half_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l, const LayerActs& a,
-                       const Activations& acts, Tensor dinp, Tensor dout, bool adds, bool accumulate) {
-    const Tensor dfc = activation_gradient(model, a).dpre;
-    if (acts.shape.activation_epilogue != ActivationEpilogue::Off) {
-        fused_mlp_backward(ctx, model, grads, l, a, dout, accumulate);
-        weight_backward(ctx, model, grads, FC_W, l, dfc, fc_input(a), {}, accumulate);
-        const Range range(ctx.profiler, "fc");
-        return matmul_backward_input(dinp, dfc, model.weight(FC_W, l), adds, ctx.stream);
+// The MLP's half of a block, from the gradient of fcproj's output to that of fc's input.
+void mlp_half_backward(const Block& b, Into dinp, Tensor dout) {
+    const LayerActs& a = b.a;
+    const Tensor dfc = activation_gradient(b).dpre;
+    if (b.p.acts.shape.activation_epilogue != ActivationEpilogue::Off) {
+        fused_mlp_backward(b, dout);
+        weight_backward(b, FC_W, dfc, fc_input(a), {});
+        const Range range(b.p.ctx.profiler, "fc");
+        return matmul_backward_input(dinp.t, dfc, linear_weight(b, FC_W), dinp.add, b.p.stream());
     }
-    if (!a.act && !acts.uses_fp8(l)) {
+    if (!a.act && !b.fp8()) {
         {
-            const Range range(ctx.profiler, "fcproj");
-            matmul_backward_input(a.dact, dout, model.weight(FCPROJ_W, l), false, ctx.stream);
+            const Range range(b.p.ctx.profiler, "fcproj");
+            matmul_backward_input(a.dact, dout, linear_weight(b, FCPROJ_W), false, b.p.stream());
         }
-        mlp_backward(ctx, model, a);
-        weight_backward(ctx, model, grads, FCPROJ_W, l, dout, a.dact, {}, accumulate);  // act is in dact now
+        mlp_backward(b);
+        weight_backward(b, FCPROJ_W, dout, a.dact, {});  // act is in dact now
     } else {
-        linear_backward(ctx, model, grads, acts, FCPROJ_W, l, a.dact, dout, a.act, a.act_t, accumulate);
-        if (acts.uses_fp8(l)) return fp8_fc_backward(ctx, model, grads, acts, l, a, accumulate);
-        mlp_backward(ctx, model, a);
+        linear_backward(b, FCPROJ_W, over(a.dact), dout, a.act, a.act_t);
+        if (b.fp8()) return fp8_fc_backward(b);
+        mlp_backward(b);
     }
-    linear_backward(ctx, model, grads, acts, FC_W, l, dinp, dfc, fc_input(a), {}, accumulate, adds);
+    linear_backward(b, FC_W, dinp, dfc, fc_input(a), {});
 }
 
 // Whether a block's input needs a gradient: nothing below the first block is trained where the base is frozen.
-bool passes_gradient_on(const Model& model, int64_t l) {
-    return l > 0 || !model.table.frozen;
+bool passes_gradient_on(const Block& b) {
+    return b.l > 0 || !b.p.model.table.frozen;
 }
 
-// The attention half, from the gradient of proj's output to that of the QKV projection's input, dinp. adds: to dinp.
-void attention_half_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l,
-                             const LayerActs& a, const Activations& acts, const Input& in, Tensor dinp, Tensor dout,
-                             bool adds, bool accumulate) {
-    if (acts.uses_fp8(l)) quantise_input(ctx, acts, PROJ_W, l, a.att, false, a.att_t, Pass::Again);
-    linear_backward(ctx, model, grads, acts, PROJ_W, l, a.datt, dout, a.att, a.att_t, accumulate);
-    const AttentionGradientSums sums = gradient_sums(model.config, acts, in, l);
-    layer_attention_backward(ctx, model, grads, l, a, acts, in, sums, accumulate);
-    qk_backward(ctx, model, grads, acts, in, l, a, accumulate);
-    if (!passes_gradient_on(model, l)) dinp = {};
-    linear_backward(ctx, model, grads, acts, QKV_W, l, dinp, a.dqkv, qkv_input(a), a.norm1_t, accumulate, adds,
-                    !sums.dq);
-    if (dinp) layer_decay_gate_backward(ctx, model, grads, l, a, dinp, accumulate);
+// The attention half, from the gradient of proj's output to that of the QKV projection's input.
+void attention_half_backward(const Block& b, Into dinp, Tensor dout) {
+    const LayerActs& a = b.a;
+    if (b.fp8()) quantise_input(b, PROJ_W, a.att, false, a.att_t);
+    linear_backward(b, PROJ_W, over(a.datt), dout, a.att, a.att_t);
+    const AttentionGradientSums sums = gradient_sums(b);
+    layer_attention_backward(b, sums);
+    qk_backward(b);
+    if (!passes_gradient_on(b)) dinp = {};
+    linear_backward(b, QKV_W, dinp, a.dqkv, qkv_input(a), a.norm1_t, !sums.dq);
+    if (dinp) layer_decay_gate_backward(b, dinp.t);
 }
 
 // dx: on entry the gradient of the block's output, on return that of its input, if it needs one.
-void block_backward(const Context& ctx, const Model& model, Gradients& grads, int64_t l, const LayerActs& a,
-                    const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
-    mlp_half_backward(ctx, model, grads, l, a, acts, a.dnorm2, dx, false, accumulate);
-    norm_backward(ctx, model, grads, NORM2_W, l, norm2(a), {dx, a.dnorm2, model.gradient(grads, PROJ_B, l)},
-                  acts.scratch, accumulate);
-    attention_half_backward(ctx, model, grads, l, a, acts, in, a.dnorm1, dx, false, accumulate);
-    if (!passes_gradient_on(model, l)) return;
-    if (l) grads.open(model.layer_group(l - 1), ctx.stream);  // norm1's backward writes that layer's FCPROJ_B gradient
-    const Tensor dbias_before = l ? model.gradient(grads, FCPROJ_B, l - 1) : Tensor{};
-    norm_backward(ctx, model, grads, NORM1_W, l, norm1(a), {dx, a.dnorm1, dbias_before}, acts.scratch, accumulate);
+void block_backward(const Block& b, Tensor dx) {
+    const Pass& p = b.p;
+    mlp_half_backward(b, over(b.a.dnorm2), dx);
+    norm_backward(p, NORM2_W, b.l, norm2(b.a), {onto(dx), b.a.dnorm2, b.grad(PROJ_B).t});
+    attention_half_backward(b, over(b.a.dnorm1), dx);
+    if (!passes_gradient_on(b)) return;
+    Tensor dbias_before;
+    if (b.l > 0) {  // norm1's backward pass writes the gradient of the previous layer's FCPROJ_B
+        p.grads->open(p.model.layer_group(b.l - 1), p.stream());
+        dbias_before = p.grad(FCPROJ_B, b.l - 1).t;
+    }
+    norm_backward(p, NORM1_W, b.l, norm1(b.a), {onto(dx), b.a.dnorm1, dbias_before});
 }
 
 // The same with norms after attention and the MLP: each half's gradient is added to dx.
-void block_backward_norm_after(const Context& ctx, const Model& model, Gradients& grads, int64_t l, const LayerActs& a,
-                               const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
-    norm_backward(ctx, model, grads, NORM2_W, l, norm_after_mlp(a, {}),
-                  {a.dfcproj, dx, model.gradient(grads, FCPROJ_B, l), false}, acts.scratch, accumulate);
-    mlp_half_backward(ctx, model, grads, l, a, acts, dx, a.dfcproj, true, accumulate);
-    norm_backward(ctx, model, grads, NORM1_W, l, norm_after_attention(a),
-                  {a.dproj, dx, model.gradient(grads, PROJ_B, l), false}, acts.scratch, accumulate);
-    attention_half_backward(ctx, model, grads, l, a, acts, in, dx, a.dproj, true, accumulate);
-    if (l) grads.open(model.layer_group(l - 1), ctx.stream);
+void block_backward_norm_after(const Block& b, Tensor dx) {
+    const Pass& p = b.p;
+    norm_backward(p, NORM2_W, b.l, norm_after_mlp(b.a, {}), {over(b.a.dfcproj), dx, b.grad(FCPROJ_B).t});
+    mlp_half_backward(b, onto(dx), b.a.dfcproj);
+    norm_backward(p, NORM1_W, b.l, norm_after_attention(b.a), {over(b.a.dproj), dx, b.grad(PROJ_B).t});
+    attention_half_backward(b, onto(dx), b.a.dproj);
+    if (b.l > 0) p.grads->open(p.model.layer_group(b.l - 1), p.stream());
 }
 
 }  // namespace
 
-void backward(const Context& ctx, const Model& model, Gradients& grads, const Activations& acts, const Input& in,
-              float dloss, bool first_micro, bool last_micro) {
-    const Range range(ctx.profiler, "backward");
+void backward(const Pass& p, float dloss, bool first_micro, bool last_micro) {
+    const Range range(p.ctx.profiler, "backward");
+    const Model& model = p.model;
+    const Activations& acts = p.acts;
+    Gradients& grads = *p.grads;
+    const int64_t n = p.in.n;
     grads.begin(first_micro, last_micro, acts.micro_step);
-    const bool accumulate = grads.accumulate();
     const bool frozen = model.table.frozen;  // then only the layers' adapters have gradients
     if (!frozen) {
-        grads.open(model.fp32_group(), ctx.stream);
-        grads.open(model.head_group(), ctx.stream);
+        grads.open(model.fp32_group(), p.stream());
+        grads.open(model.head_group(), p.stream());
     }
-    head_forward_backward(ctx, model, grads, acts, in, dloss, accumulate);
-    sum_losses(acts.loss_sum, acts.losses.rows(0, in.head_tokens()), !first_micro, ctx.stream);
-    if (!model.config.tied && !frozen) grads.close(model.head_group(), ctx.stream);
-    const Tensor dx = acts.dx.rows(0, in.n);
+    head_forward_backward(p, dloss);
+    sum_losses(acts.loss_sum, acts.losses.rows(0, p.in.head_tokens()), !first_micro, p.stream());
+    if (!model.config.tied && !frozen) grads.close(model.head_group(), p.stream());
+    const Tensor dx = acts.dx.rows(0, n);
     const int64_t last = model.config.layers - 1;
-    grads.open(model.layer_group(last), ctx.stream);
+    grads.open(model.layer_group(last), p.stream());
     const bool norm_after = model.config.norm_after;  // then its own norm follows the last fcproj
-    const Tensor dbias_before = norm_after ? Tensor{} : model.gradient(grads, FCPROJ_B, last);
-    norm_backward(ctx, model, grads, NORMF_W, -1, final_norm(acts, in.n),
-                  {dx, acts.dnormf.rows(0, in.n), dbias_before, false}, acts.scratch, accumulate);
+    const Tensor dbias_before = norm_after ? Tensor{} : p.grad(FCPROJ_B, last).t;
+    norm_backward(p, NORMF_W, -1, final_norm(p), {over(dx), acts.dnormf.rows(0, n), dbias_before});
     for (int64_t l = last; l >= 0; l--) {
-        const LayerActs a = first_tokens(acts.backward[static_cast<size_t>(l)], in.n);
-        const GatheredGroup weights = model.use(ctx, model.layer_group(l), l ? model.layer_group(l - 1) : -1);
+        const GatheredGroup weights = model.use(p.ctx, model.layer_group(l), l ? model.layer_group(l - 1) : -1);
         if (acts.in_host_memory(l)) acts.host_inputs->wait();
         if (l && acts.in_host_memory(l - 1))
-            acts.host_inputs->fetch(l - 1, acts.backward[static_cast<size_t>(l - 1)].res1.rows(0, in.n));
-        recompute(ctx, model, l, a, acts, in);
-        (norm_after ? block_backward_norm_after : block_backward)(ctx, model, grads, l, a, acts, in, dx, accumulate);
-        grads.close(model.layer_group(l), ctx.stream);
+            acts.host_inputs->fetch(l - 1, acts.backward[static_cast<size_t>(l - 1)].res1.rows(0, n));
+        const Block b = block_of(p, l);
+        recompute(b);
+        (norm_after ? block_backward_norm_after : block_backward)(b, dx);
+        grads.close(model.layer_group(l), p.stream());
     }
-    if (frozen) return grads.end(ctx.stream);
-    if (!model.config.tied) grads.open(0, ctx.stream);
-    if (model.config.embedding_norm) {
-        norm_backward(ctx, model, grads, EMBEDNORM_W, -1, embedding_norm(acts, dx), {dx, dx, {}, false}, acts.scratch,
-                      accumulate);
-    }
+    if (frozen) return grads.end(p.stream());
+    if (!model.config.tied) grads.open(0, p.stream());
+    if (model.config.embedding_norm) norm_backward(p, EMBEDNORM_W, -1, embedding_norm(p, dx), {over(dx), dx, {}});
     {
-        const Range embedding(ctx.profiler, "embedding");
+        const Range embedding(p.ctx.profiler, "embedding");
         // The gradient of a tied embedding already holds the head's part of this micro-step.
-        embedding_backward(model.gradient(grads, WTE), model.gradient(grads, WPE), dx, in.tokens, in.positions,
-                           acts.scratch, accumulate || model.config.tied, accumulate, ctx.stream);
+        const Into dwte = p.grad(WTE), dwpe = p.grad(WPE);
+        embedding_backward(dwte.t, dwpe.t, dx, p.in.tokens, p.in.positions, acts.scratch, dwte.add || model.config.tied,
+                           dwpe.add, p.stream());
     }
-    grads.close(0, ctx.stream);
-    grads.close(model.fp32_group(), ctx.stream);
-    grads.end(ctx.stream);
+    grads.close(0, p.stream());
+    grads.close(model.fp32_group(), p.stream());
+    grads.end(p.stream());
 }
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -947,8 +950,8 @@ void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay)
     const Input in = upload(ctx, acts, batch, true);
     auto work = [&] {
         if (acts.fp8 && first) acts.fp8->begin_step(ctx.stream);
-        forward(ctx, model, acts, in);
-        backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(options.total_batch_tokens)),
+        forward({ctx, model, acts, in});
+        backward({ctx, model, acts, in, &optimizer.grads}, static_cast<float>(1.0 / double(options.total_batch_tokens)),
                  first, last);
     };
     // A batch with more documents or examples than a recorded micro-step has room for needs other grids. A profiler

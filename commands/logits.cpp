@@ -4,6 +4,7 @@
 
 #include "commands/cli.h"
 #include "driver/inference.h"
+#include "driver/pass.h"
 #include "runtime/files/files.h"
 
 namespace {
@@ -56,11 +57,11 @@ void run_logits(const Args& args) {
     const LoadedModel m(ctx, source, shape);
     if (!o.dump.empty()) make_directories(o.dump);  // an error here leaves no output
     const Input in = upload(ctx, m.acts, single_sequence(o.tokens.data(), T));
-    forward(ctx, m.model, m.acts, in);
+    forward({ctx, m.model, m.acts, in});
 
     std::vector<float> host(static_cast<size_t>(T * V));
     for (int64_t t = 0; t < T; t++) {
-        const std::vector<float> row = fetch_floats(ctx, head_logits(ctx, m.model, m.acts, t, t + 1));
+        const std::vector<float> row = fetch_floats(ctx, head_logits({ctx, m.model, m.acts, in}, t, t + 1));
         std::copy_n(row.begin(), V, host.begin() + t * V);
     }
     write_npy(o.output, host_tensor(host.data(), {T, V}));

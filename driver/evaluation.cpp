@@ -1,9 +1,9 @@
 // Evaluation during and after training: the loss of a split, and answers to multiple-choice questions.
 #include <algorithm>
 
+#include "driver/pass.h"
 #include "infer/generate.h"
 #include "infer/prompts.h"
-#include "model.h"
 #include "runtime/device/convert_dtype.h"
 
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
@@ -13,8 +13,8 @@ Evaluation evaluate(const Context& ctx, const Model& model, const Activations& a
     return evaluate(ctx, batches, split_bytes, acts.loss_sum, [&](const Batch& batch, bool accumulate) {
         if (before_batch) before_batch();
         const Input in = upload(ctx, acts, batch);
-        forward(ctx, model, acts, in);
-        evaluate_loss(ctx, model, acts, in, accumulate);
+        forward({ctx, model, acts, in});
+        evaluate_loss({ctx, model, acts, in}, accumulate);
     });
 }
 
@@ -39,10 +39,10 @@ QuestionResults answer_questions(const Context& ctx, const Model& model, const A
     const auto run = [&](const Batch& batch) {
         if (before_batch) before_batch();
         const Input in = upload(ctx, acts, batch);
-        forward(ctx, model, acts, in);
+        forward({ctx, model, acts, in});
         ChoiceScorer::TokenScores scores{std::vector<float>(batch.tokens.size()),
                                          std::vector<bool>(batch.tokens.size(), false)};
-        evaluate_loss(ctx, model, acts, in, false, [&](int64_t begin, Tensor logits) {
+        evaluate_loss({ctx, model, acts, in}, false, [&](int64_t begin, Tensor logits) {
             for (int64_t i = 0; ask_for_last_words(questions) && i < logits.shape[0]; i++) {
                 const int32_t target = batch.targets[size_t(begin + i)];
                 if (target != Batch::NO_TARGET)

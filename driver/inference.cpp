@@ -3,6 +3,7 @@
 #include <iostream>
 
 #include "driver/matmul_cache.h"
+#include "driver/pass.h"
 #include "runtime/device/convert_dtype.h"
 #include "runtime/files/checkpoint_directory.h"
 #include "runtime/model/initialise.h"
@@ -41,19 +42,15 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
 }
 
 InferenceWeights inference_weights(const Model& model) {
-    const auto norm = [&](Role role, int64_t l) {
-        return NormWeights{model.weight(role, l), model.weight(bias_of(role), l)};
-    };
-    const auto linear = [&](Role role, int64_t l) {
-        return LinearWeights{model.weight(role, l), model.weight(bias_of(role), l)};
-    };
-    InferenceWeights w{model.weight(WTE),    model.weight(WPE),    {}, norm(NORMF_W, -1), model.weight(model.head()),
-                       model.weight(HEAD_B), norm(EMBEDNORM_W, -1)};
-    for (int64_t l = 0; l < model.config.layers; l++) {
-        w.blocks.push_back({norm(NORM1_W, l), norm(NORM2_W, l), linear(QKV_W, l), linear(PROJ_W, l), linear(FC_W, l),
-                            linear(FCPROJ_W, l), linear(DECAY_GATE_W, l), model.weight(HEADNORM_W, l),
-                            model.weight(QNORM_W, l), model.weight(KNORM_W, l)});
-    }
+    const auto norm = [&](Role role) { return NormWeights{model.weight(role), model.weight(bias_of(role))}; };
+    InferenceWeights w{.wte = model.weight(WTE),
+                       .wpe = model.weight(WPE),
+                       .blocks = {},
+                       .normf = norm(NORMF_W),
+                       .head = model.weight(model.head()),
+                       .head_bias = model.weight(HEAD_B),
+                       .embedding_norm = norm(EMBEDNORM_W)};
+    for (int64_t l = 0; l < model.config.layers; l++) w.blocks.push_back(block_weights(model, l));
     return w;
 }
 MemoryPlan memory_plan(const Model& model, const Engine& engine) {

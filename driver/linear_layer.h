@@ -11,40 +11,34 @@
 
 #include <functional>
 
-#include "model.h"
+#include "driver/pass.h"
 
-// Whether the forward pass runs for the first time, or what it did not keep is computed again.
-enum class Pass : uint8_t { First, Again };
+// The weight of a linear layer as a matmul in the model's dtype reads it, valid until the next call.
+Tensor linear_weight(const Block& b, Role role);
 
 // out = inp·weightᵀ + bias, plus add if that is given (only where shape.adds_in_matmul). fp8: columns receives the
 // quantised input for the backward pass; without inp the rows are quantised already (quantise_input).
-void linear_forward(const Context& ctx, const Model& model, const Activations& acts, Role role, int64_t l, Tensor out,
-                    Tensor inp, Tensor columns = {}, Pass pass = Pass::First, Tensor add = {});
+void linear_forward(const Block& b, Role role, Tensor out, Tensor inp, Tensor columns = {}, Tensor add = {});
 
 // The gradients of a linear layer's weight, or its adapters, of its bias and input. fp8: inp_t, the quantised columns,
-// replaces inp. adds: dinp is added to; not in fp8. dinp may be null where the weight is frozen. sums_bias: false if
-// the caller computes the gradient of the bias.
-void linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, Role role,
-                     int64_t l, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t, bool accumulate, bool adds = false,
+// replaces inp, and dinp is written over. dinp may be null where the weight is frozen. sums_bias: false if the caller
+// computes the gradient of the bias.
+void linear_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor inp, Tensor inp_t,
                      bool sums_bias = true);
 
 // The parts of linear_backward() for callers that compute the rest in other ways.
 
 // The gradients of the weight and, unless dbias is null, of the bias; nothing if the weight is frozen.
-void weight_backward(const Context& ctx, const Model& model, const Gradients& grads, Role role, int64_t l, Tensor dout,
-                     Tensor inp, Tensor dbias, bool accumulate);
+void weight_backward(const Block& b, Role role, Tensor dout, Tensor inp, Tensor dbias);
 // The gradient of the layer's bias; null if it has none. Also null for proj and fcproj: the backward pass of the next
 // norm computes their bias gradients (NormGradients::dbias_before).
-Tensor bias_gradient(const Model& model, const Gradients& grads, Role role, int64_t l);
+Tensor bias_gradient(const Block& b, Role role);
 
 // Writes an operand in fp8; it may be called twice, the first time to measure (Fp8State::quantise).
 using Fp8Producer = std::function<void(const Fp8Output&)>;
 // Quantises the input of a linear layer [n, inputs]: its rows into acts.fp8_rows if the matmul follows (rows), and its
 // columns for the backward pass where they are given.
-void quantise_input(const Context& ctx, const Activations& acts, Role role, int64_t l, int64_t n, bool rows,
-                    Tensor columns, Pass pass, const Fp8Producer& produce);
-void quantise_input(const Context& ctx, const Activations& acts, Role role, int64_t l, Tensor inp, bool rows,
-                    Tensor columns, Pass pass);
+void quantise_input(const Block& b, Role role, bool rows, Tensor columns, const Fp8Producer& produce);
+void quantise_input(const Block& b, Role role, Tensor inp, bool rows, Tensor columns);
 // fp8: the gradients of the weight and the input. produce quantises the gradient of the output.
-void fp8_linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
-                         Role role, int64_t l, Tensor dinp, Tensor inp_t, bool accumulate, const Fp8Producer& produce);
+void fp8_linear_backward(const Block& b, Role role, Tensor dinp, Tensor inp_t, const Fp8Producer& produce);

@@ -8,6 +8,7 @@
 
 #include "driver/fit.h"
 #include "driver/matmul_cache.h"
+#include "driver/pass.h"
 #include "infer/generate.h"
 #include "infer/prompts.h"
 #include "kernels/matmul.h"
@@ -364,8 +365,8 @@ int32_t next_token(const Context& ctx, const Model& model, const Activations& ac
                    int64_t vocab, uint64_t seed, std::array<int64_t, 2> key) {
     const int64_t n = std::min(static_cast<int64_t>(tokens.size()), acts.shape.T);
     const Input in = upload(ctx, acts, single_sequence(tokens.data() + tokens.size() - size_t(n), n));
-    forward(ctx, model, acts, in);
-    const Tensor logits = head_logits(ctx, model, acts, n - 1, n);
+    forward({ctx, model, acts, in});
+    const Tensor logits = head_logits({ctx, model, acts, in}, n - 1, n);
     copy_to_device(acts.sample_key.data, key.data(), sizeof key, ctx.stream);
     SamplingOptions sampling = TRAINING_SAMPLES;
     sampling.seed = seed;

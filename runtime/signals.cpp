@@ -25,7 +25,8 @@ void end_by(int number) {
 
 void on_signal(int number) {
     stop_signal = number;
-    if (number == SIGHUP || ++received[number] == 1) return;
+    received[number] = received[number] + 1;
+    if (number == SIGHUP || received[number] == 1) return;
     if (received[number] > 2 || holds == 0) return end_by(number);
     constexpr char TEXT[] =
         "\nwaiting for the checkpoint that is being written; another signal ends the process at once\n";

@@ -34,7 +34,7 @@ missing() {
             if [[ $jobs =~ \ (test|mutants)\  ]]; then header libgtest-dev gtest/gtest.h; fi
             if [[ $jobs == *" bench "* ]]; then header libbenchmark-dev benchmark/benchmark.h; fi
             printf '#if __GNUC__ < 12 && !defined(__clang__)\nversion __GNUC__\n#endif\n'
-        } | "$CXX" -std=c++17 -E -P -x c++ - | while read -r package version; do
+        } | "$CXX" -std=c++20 -E -P -x c++ - | while read -r package version; do
             [[ $package != version ]] || fail "$CXX is version $version, but 12 or newer is needed (as g++-12, say: make CXX=g++-12)."
             echo "$package"
         done

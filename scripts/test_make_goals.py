@@ -115,7 +115,7 @@ class MakeGoalsTest(unittest.TestCase):
                 self.assertEqual(done.returncode, 0, done.stdout)
                 contents.append([open(stamp, encoding="utf-8").read() for stamp in stamps])
             self.assertEqual(*contents)
-            self.assertIn("-std=c++17", contents[0][0])
+            self.assertIn("-std=c++20", contents[0][0])
 
     def test_another_pcre2(self):
         done = self.make("-n", "BACKEND=cpu", "BUILD=build/none", "PCRE2=/opt/pcre2", "train_gpt")

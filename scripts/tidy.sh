@@ -21,4 +21,4 @@ fi
 # clang has no omp.h of its own here; GCC's serves.
 OMP=$(${CXX:-g++} -print-file-name=include)
 export OMP
-printf '%s\n' "$@" | xargs -P "$(nproc)" -n 4 bash -c '"$0" --quiet "$@" -- -std=c++17 -I. -fopenmp -idirafter "$OMP" 2>/dev/null' "$tool"
+printf '%s\n' "$@" | xargs -P "$(nproc)" -n 4 bash -c '"$0" --quiet "$@" -- -std=c++20 -I. -fopenmp -idirafter "$OMP" 2>/dev/null' "$tool"

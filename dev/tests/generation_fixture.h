@@ -49,9 +49,9 @@ inline std::vector<double> logits_after(Driver& driver, const std::vector<int32_
     Activations acts(driver.model.config, inference_shape(1, int64_t(sequence.size()), driver.model.precision.dtype));
     acts.allocate(driver.ctx);
     const Input in = upload(driver.ctx, acts, single_sequence(sequence.data(), int64_t(sequence.size())));
-    forward(driver.ctx, driver.model, acts, in);
+    forward({driver.ctx, driver.model, acts, in});
     const std::vector<float> row =
-        fetch_floats(driver.ctx, head_logits(driver.ctx, driver.model, acts, in.n - 1, in.n));
+        fetch_floats(driver.ctx, head_logits({driver.ctx, driver.model, acts, in}, in.n - 1, in.n));
     return {row.begin(), row.begin() + driver.model.config.vocab_size};
 }
 

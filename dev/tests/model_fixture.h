@@ -12,6 +12,7 @@
 #include "dev/tests/batches.h"
 #include "dev/tests/vectors.h"
 #include "driver/inference.h"
+#include "driver/pass.h"
 #include "model.h"
 #include "runtime/normal.h"
 
@@ -82,10 +83,10 @@ struct Driver {
     std::vector<double> logits(const Batch& batch) {
         quantise_weights(ctx, model, acts);
         const Input in = upload(ctx, acts, batch);
-        forward(ctx, model, acts, in);
+        forward({ctx, model, acts, in});
         std::vector<double> out;
         for (int64_t n = 0; n < in.n; n++) {
-            const std::vector<float> row = fetch_floats(ctx, head_logits(ctx, model, acts, n, n + 1));
+            const std::vector<float> row = fetch_floats(ctx, head_logits({ctx, model, acts, in}, n, n + 1));
             out.insert(out.end(), row.begin(), row.begin() + model.config.vocab_size);
         }
         return out;
@@ -101,8 +102,8 @@ struct Driver {
         if (acts.fp8) acts.fp8->begin_step(ctx.stream);
         for (size_t i = 0; i < batches.size(); i++) {
             const Input in = upload(ctx, acts, batches[i], loss_tokens_only);
-            forward(ctx, model, acts, in);
-            backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(counted)), i == 0);
+            forward({ctx, model, acts, in});
+            backward({ctx, model, acts, in, &optimizer.grads}, static_cast<float>(1.0 / double(counted)), i == 0);
         }
         mean_scale = 1.0 / double(counted);
         return fetch<double>(acts.loss_sum)[0] * mean_scale;

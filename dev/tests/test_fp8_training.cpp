@@ -337,8 +337,8 @@ TEST_F(Fp8Training, GraphsReplayTheSameBits) {
             const Input in = upload(recorded.ctx, recorded.acts, other);
             graph.run(recorded.ctx.stream, [&] {
                 recorded.acts.fp8->begin_step(recorded.ctx.stream);
-                forward(recorded.ctx, recorded.model, recorded.acts, in);
-                backward(recorded.ctx, recorded.model, recorded.optimizer.grads, recorded.acts, in,
+                forward({recorded.ctx, recorded.model, recorded.acts, in});
+                backward({recorded.ctx, recorded.model, recorded.acts, in, &recorded.optimizer.grads},
                          static_cast<float>(1.0 / double(B * T)), true);
             });
             EXPECT_TRUE(same_bits(recorded.grads(), ordinary.grads())) << "run " << seed - 10;

@@ -295,8 +295,8 @@ TEST_P(ModelVariants, GraphsReplayTheSameBits) {
             ordinary.gradients({other});
             const Input in = upload(recorded.ctx, recorded.acts, other);
             graph.run(recorded.ctx.stream, [&] {
-                forward(recorded.ctx, recorded.model, recorded.acts, in);
-                backward(recorded.ctx, recorded.model, recorded.optimizer.grads, recorded.acts, in,
+                forward({recorded.ctx, recorded.model, recorded.acts, in});
+                backward({recorded.ctx, recorded.model, recorded.acts, in, &recorded.optimizer.grads},
                          static_cast<float>(1.0 / double(B * T)), true);
             });
             EXPECT_TRUE(same_bits(recorded.grads(), ordinary.grads())) << dtype_name(dtype) << ", run " << seed - 10;
@@ -333,8 +333,9 @@ TEST_P(ModelVariants, OffloadedInputsHaveTheSameBits) {
                     for (uint64_t seed = 10; seed < 13; seed++) {
                         const Input in = upload(d.ctx, d.acts, random_batch(c, B, T, seed));
                         graph.run(d.ctx.stream, [&] {
-                            forward(d.ctx, d.model, d.acts, in);
-                            backward(d.ctx, d.model, d.optimizer.grads, d.acts, in, float(1.0 / double(B * T)), true);
+                            forward({d.ctx, d.model, d.acts, in});
+                            backward({d.ctx, d.model, d.acts, in, &d.optimizer.grads}, float(1.0 / double(B * T)),
+                                     true);
                         });
                         for (const float g : d.grads()) results.push_back(g);
                         for (const double x : d.logits(random_batch(c, 1, 5, seed))) results.push_back(float(x));
@@ -358,9 +359,10 @@ TEST_P(ModelVariants, InferencePlanAgreesBitwise) {
     acts.allocate(driver.ctx);
     EXPECT_LT(acts.plan.bytes(), driver.acts.plan.bytes());
     const Input in = upload(driver.ctx, acts, batch);
-    forward(driver.ctx, driver.model, acts, in);
+    forward({driver.ctx, driver.model, acts, in});
     for (int64_t n = 0; n < in.n; n++) {
-        const std::vector<float> row = fetch_floats(driver.ctx, head_logits(driver.ctx, driver.model, acts, n, n + 1));
+        const std::vector<float> row =
+            fetch_floats(driver.ctx, head_logits({driver.ctx, driver.model, acts, in}, n, n + 1));
         for (int64_t v = 0; v < config().vocab_size; v++)
             ASSERT_EQ(row[size_t(v)], expected[size_t(n * config().vocab_size + v)]);
     }
@@ -608,8 +610,8 @@ TEST_P(ModelVariants, GraphsReplayPackedExamples) {
                                                         [](int32_t t) { return t != Batch::NO_TARGET; }));
             // dloss is recorded, too: the gradients are those of the sum of losses.
             graph.run(recorded.ctx.stream, [&] {
-                forward(recorded.ctx, recorded.model, recorded.acts, in);
-                backward(recorded.ctx, recorded.model, recorded.optimizer.grads, recorded.acts, in, 1.0f / 16, true);
+                forward({recorded.ctx, recorded.model, recorded.acts, in});
+                backward({recorded.ctx, recorded.model, recorded.acts, in, &recorded.optimizer.grads}, 1.0f / 16, true);
             });
             const std::vector<float> got = recorded.grads(), expected = ordinary.grads();
             std::vector<double> x(got.begin(), got.end()), y(expected.begin(), expected.end());
@@ -627,7 +629,7 @@ TEST_P(ModelVariants, NanStaysInItsExample) {
     packed.tokens[size_t(packed.cum_seqlens[1])] = bad;
     const auto outputs = [&] {
         const Input in = upload(driver.ctx, driver.acts, packed);
-        forward(driver.ctx, driver.model, driver.acts, in);
+        forward({driver.ctx, driver.model, driver.acts, in});
         return fetch_floats(driver.ctx, driver.acts.normf.rows(0, in.n));
     };
     const std::vector<float> good = outputs();

@@ -26,22 +26,8 @@
 
 #include "kernels/generation/decode_batch.h"
 #include "kernels/generation/linear.h"
+#include "kernels/linear_weight.h"
 
-struct NormWeights {
-    Tensor weight, bias;  // [C] fp32; bias may be null
-};
-struct LinearWeights {
-    Tensor weight, bias;  // [OC, C], [OC] or null
-};
-struct BlockWeights {
-    NormWeights norm1, norm2;
-    LinearWeights qkv, proj, fc, fcproj;
-    LinearWeights gate;  // gated_linear attention: [NKV, C], [NKV] fp32
-    Tensor headnorm;     // gated_linear attention: [HS] fp32
-    // QK-norm with weights, fp32: of each head [HS]; of all heads together (which the fused decode step does not
-    // support) [NH·HS] and [NKV·HS]; else null.
-    Tensor qnorm, knorm;
-};
 // Views of a model's weights.
 struct InferenceWeights {
     Tensor wte, wpe;  // [Vp, C]; [positions, C] or null

@@ -1,0 +1,50 @@
+// A pass over one micro-step, and a block of it: the arguments of the driver's functions.
+#pragma once
+
+#include "kernels/linear_weight.h"
+#include "model.h"
+
+// A destination: written over, or added to.
+struct Into {
+    Tensor t;
+    bool add = false;
+    explicit operator bool() const { return bool(t); }
+};
+inline Into over(const Tensor& t) {
+    return {t, false};
+}
+inline Into onto(const Tensor& t) {
+    return {t, true};
+}
+
+// A forward or backward pass over the tokens of `in`.
+struct Pass {
+    const Context& ctx;
+    const Model& model;
+    const Activations& acts;
+    const Input& in;
+    Gradients* grads = nullptr;  // of a backward pass
+
+    Stream stream() const { return ctx.stream; }
+    // The gradient of a parameter: the first micro-step of a step writes over it, the others add to it. Null where the
+    // model has no such parameter, or it is frozen.
+    Into grad(Role role, int64_t layer = -1) const {
+        return {model.gradient(*grads, role, layer), grads->accumulate()};
+    }
+};
+
+// A block of a pass.
+struct Block {
+    const Pass& p;
+    const int64_t l;
+    const LayerActs a;     // of the pass's tokens
+    const BlockWeights w;  // weights in NF4 are null: linear_weight() (driver/linear_layer.h) has those of all formats
+
+    Into grad(Role role) const { return p.grad(role, l); }
+    bool fp8() const { return p.acts.uses_fp8(l); }
+    // Whether the backward pass computes again what the forward pass did not keep.
+    bool again() const { return p.grads; }
+};
+Block block_of(const Pass& p, int64_t l);
+// Views of a layer's weights; null where the model has none, or has it in NF4.
+BlockWeights block_weights(const Model& model, int64_t l);
