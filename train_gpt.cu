@@ -945,119 +945,124 @@ void write_scalars(const Context& ctx, const Activations& acts, const StepScalar
 // --------------------------------------------------------------------------------------------------------------------
 // The training loop.
 
-// Forward and backward over one batch. The first of a step overwrites the gradients, the others add to them.
-void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay) {
+// Forward and backward over one batch. The first of a step writes over the gradients, the others add to them.
+void micro_step(Trainer& t, const Batch& batch, bool first, bool last, bool replay) {
+    const Context& ctx = t.ctx;
+    const Activations& acts = t.acts;
+    Gradients& grads = t.optimizer.grads;
     const Input in = upload(ctx, acts, batch, true);
     auto work = [&] {
         if (acts.fp8 && first) acts.fp8->begin_step(ctx.stream);
-        forward({ctx, model, acts, in});
-        backward({ctx, model, acts, in, &optimizer.grads}, static_cast<float>(1.0 / double(options.total_batch_tokens)),
+        forward({ctx, t.model, acts, in});
+        backward({ctx, t.model, acts, in, &grads}, static_cast<float>(1.0 / double(t.options.total_batch_tokens)),
                  first, last);
     };
     // A batch with more documents or examples than a recorded micro-step has room for needs other grids. A profiler
     // cannot time the parts of a graph. Calibration runs kernels that later steps do not.
-    const bool has_own_shape = (options.document_mask || setup.packs()) && batch.num_sequences == 0;
+    const bool has_own_shape = (t.options.document_mask || t.setup.packs()) && batch.num_sequences == 0;
     if (has_own_shape || ctx.profiler.on() || !replay || (acts.fp8 && acts.fp8->calibrates()))
         work();
     else
-        graphs[first][last && optimizer.grads.completes_sums()][in.head_tokens()].run(ctx.stream, work);
+        t.graphs[first][last && grads.completes_sums()][in.head_tokens()].run(ctx.stream, work);
 }
+
+namespace {
+
+// Whether any rank was asked to stop. Every rank asks before each micro-step and gets the same answer, so all leave out
+// the same micro-steps and none waits for a collective that the others don't call. Hosts wait for each other here, the
+// devices meanwhile run what is queued.
+bool stopping(Trainer& t) {
+    const char asked = stop_requested();
+    t.ctx.comm->all_gather_host(t.asked_to_stop.data(), &asked, 1);
+    return std::find(t.asked_to_stop.begin(), t.asked_to_stop.end(), 1) != t.asked_to_stop.end();
+}
+
+// The numbers of a step that the device reads: its learning rate, clipping, momentum.
+StepScalars settings_of(const TrainOptions& options, int64_t step) {
+    StepScalars s{};
+    s.lr = static_cast<float>(learning_rate(options, step));
+    s.grad_clip = static_cast<float>(options.grad_clip);
+    s.momentum = static_cast<float>(momentum(options, step));
+    s.spike_factor = static_cast<float>(options.spike_factor);
+    return s;
+}
+
+}  // namespace
 
 // Queues one optimizer step: micro-steps whose gradients add up, then the update. The host runs ahead of the device by
 // at most as many batches as Staging has buffers. False: the run was asked to stop, so the step was left out or left
-// unfinished. That loses nothing: weights, optimizer state and step change only in the update, and the next step
-// overwrites the gradients.
-bool Trainer::queue_step(Loader& loader) {
-    QueuedStep& q = queue[queued % 2];
+// unfinished. That loses nothing: weights, optimizer state and step change only in the update, and the next step writes
+// over the gradients.
+bool queue_step(Trainer& t, Loader& loader) {
+    const Context& ctx = t.ctx;
+    const Activations& acts = t.acts;
+    const int64_t number = t.step + 1, micro_steps = t.setup.micro_steps;
+    Trainer::QueuedStep& q = t.queue[t.queued % 2];
     q.begin.record(ctx.stream);
-    StepScalars settings{};
-    settings.lr = static_cast<float>(learning_rate(options, step));
-    settings.grad_clip = static_cast<float>(options.grad_clip);
-    settings.momentum = static_cast<float>(momentum(options, step));
-    settings.spike_factor = static_cast<float>(options.spike_factor);
+    const StepScalars settings = settings_of(t.options, t.step);
     acts.staging->next();
     acts.staging->put(acts.scalars.data, &settings, offsetof(StepScalars, loss), ctx.stream);
     int64_t loss_tokens = 0;
-    for (int64_t micro = 0; micro < setup.micro_steps; micro++) {
-        if (stopping()) return false;
-        watchdog.phase("reading training data", step + 1);
-        if (options.overfit_one_batch && static_cast<int64_t>(one_batch.size()) < setup.micro_steps)
-            one_batch.push_back(loader.next());
-        const Batch& batch = options.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next();
-        watchdog.phase("forward and backward", step + 1);
-        if (optimizer.grads.numbers_micro_steps()) {
-            const int64_t number = step * setup.micro_steps + micro;
-            acts.staging->put(acts.micro_step.data, &number, sizeof number, ctx.stream);
+    for (int64_t micro = 0; micro < micro_steps; micro++) {
+        if (stopping(t)) return false;
+        t.watchdog.phase("reading training data", number);
+        const Batch& batch = t.next_batch(loader, micro);
+        t.watchdog.phase("forward and backward", number);
+        if (t.optimizer.grads.numbers_micro_steps()) {
+            const int64_t in_run = t.step * micro_steps + micro;
+            acts.staging->put(acts.micro_step.data, &in_run, sizeof in_run, ctx.stream);
         }
-        micro_step(batch, micro == 0, micro + 1 == setup.micro_steps);
+        micro_step(t, batch, micro == 0, micro + 1 == micro_steps);
         loss_tokens += batch.loss_tokens;
     }
     // The gradients were divided by total_batch_tokens, a constant that graphs can record; grad_unit corrects them to
     // the number of loss tokens. A step whose tokens are all masked has none.
     const double count = double(std::max<int64_t>(loss_tokens, 1));
-    watchdog.phase("update", step + 1);
-    update(ctx, model, optimizer, acts, 1 / count, double(options.total_batch_tokens) / count);
+    t.watchdog.phase("update", number);
+    update(ctx, t.model, t.optimizer, acts, 1 / count, double(t.options.total_batch_tokens) / count);
     copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
-    if (acts.fp8) copy_to_host_async(q.fp8_counts(), acts.fp8->counts().data, QueuedStep::FP8_BYTES, ctx.stream);
+    if (acts.fp8)
+        copy_to_host_async(q.fp8_counts(), acts.fp8->counts().data, Trainer::QueuedStep::FP8_BYTES, ctx.stream);
     q.end.record(ctx.stream);
-    if (ctx.world > 1) ctx.comm->watch(str("step ", step + 1), ctx.stream);
-    q.step = ++step;
-    queued++;
-    val_loss = NAN;
+    if (ctx.world > 1) ctx.comm->watch(str("step ", number), ctx.stream);
+    q.step = t.step = number;
+    t.queued++;
+    t.val_loss = NAN;
     return true;
 }
 
-// Whether any rank was asked to stop. Every rank asks before each micro-step and gets the same answer, so all leave out
-// the same micro-steps and none waits for a collective that the others don't call. Hosts wait for each other here, the
-// devices meanwhile run what is queued.
-bool Trainer::stopping() {
-    const char asked = stop_requested();
-    ctx.comm->all_gather_host(asked_to_stop.data(), &asked, 1);
-    return std::find(asked_to_stop.begin(), asked_to_stop.end(), 1) != asked_to_stop.end();
-}
-
-void Trainer::run() {
+void train(Trainer& t) {
+    const Context& ctx = t.ctx;
+    const TrainOptions& options = t.options;
     catch_stop_signals();
-    Progress progress(options.steps, step, ctx.rank == 0);
-    checkpoints.note = [&](const std::string& line) { progress.note(line); };
-    RunLog log(ctx.rank == 0 ? join_path(options.out, "log.jsonl") : "", step,
-               [&](const std::string& line) { progress.note(line); });
-    const int64_t first_batch =
-        options.overfit_one_batch ? 0 : step - setup.data_use.first_step;  // resumed, the same one batch
-    Loader loader(setup.sources(), loader_options(), first_batch);
-    progress.note(
-        str(step ? str("resumed from ", setup.resume.checkpoint, options.new_data.empty() ? "" : " with new data", "; ")
-                 : "",
-            describe_training_data(setup, loader), setup.data.size() > 1 ? "\n" : ", ",
-            with_commas(options.total_batch_tokens), setup.data.size() > 1 ? " tokens" : "", " a step"));
-    while (step < options.steps) {
-        if (step + 1 == options.profile) ctx.profiler.start(ctx.stream);
-        if (!queue_step(loader)) break;
-        checkpoints.poll();
+    Progress progress(options.steps, t.step, ctx.rank == 0);
+    const auto note = [&](const std::string& line) { progress.note(line); };
+    t.checkpoints.note = note;
+    RunLog log(ctx.rank == 0 ? join_path(options.out, "log.jsonl") : "", t.step, note);
+    Loader loader(t.setup.sources(), t.loader_options(), t.first_batch());
+    note(t.describe_start(loader));
+    while (t.step < options.steps) {
+        if (t.step + 1 == options.profile) ctx.profiler.start(ctx.stream);
+        if (!queue_step(t, loader)) break;
+        t.checkpoints.poll();
         if (ctx.profiler.on()) {
             ctx.profiler.stop();
-            progress.note(str("profile of step ", step, "\n", ctx.profiler.report()));
+            note(str("profile of step ", t.step, "\n", ctx.profiler.report()));
         }
-        const bool last = step == options.steps,
-                   evaluating = setup.evaluates() && (last || (options.eval_every && step % options.eval_every == 0)),
-                   sampling = options.sample_every && step % options.sample_every == 0,
-                   saving = last || (options.save_every && step % options.save_every == 0);
-        // Finishes the previous step. Finishes this one too if evaluation, sampling or saving follows, or if it is
-        // already done. Several ranks do not ask whether it is done: their answers could differ, but they must act
-        // alike.
-        while (finished < queued && (queued - finished > 1 || evaluating || sampling || saving ||
-                                     (ctx.world == 1 && queue[finished % 2].end.reached()))) {
-            finish_step(log, progress);
-        }
-        if (evaluating) evaluate_splits(log, progress);
-        if (sampling) sample_text(log, progress);
-        if (saving) save(last);
+        const auto due = [&](int64_t every) { return every && t.step % every == 0; };
+        const bool last = t.step == options.steps, saving = last || due(options.save_every);
+        const bool evaluating = t.setup.evaluates() && (last || due(options.eval_every));
+        const bool sampling = due(options.sample_every);
+        t.finish_steps(evaluating || sampling || saving, log, progress);
+        if (evaluating) t.evaluate_splits(log, progress);
+        if (sampling) t.sample_text(log, progress);
+        if (saving) t.save(last);
     }
-    while (finished < queued) finish_step(log, progress);
+    t.finish_steps(true, log, progress);
     progress.finish();
-    watchdog.phase("waiting for a checkpoint", step);
-    checkpoints.wait();
-    save(true);
-    if (step < options.steps)
-        progress.note(str("stopped at step ", step, "; 'train --resume --out ", options.out, "' continues"));
+    t.watchdog.phase("waiting for a checkpoint", t.step);
+    t.checkpoints.wait();
+    t.save(true);
+    if (t.step < options.steps)
+        note(str("stopped at step ", t.step, "; 'train --resume --out ", options.out, "' continues"));
 }

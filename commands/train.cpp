@@ -330,5 +330,6 @@ void run_train(const Args& args) {
                   << "; raise --steps to continue\n";
         return;
     }
-    Trainer(ctx, std::move(setup), std::move(lock)).run();
+    Trainer trainer(ctx, std::move(setup), std::move(lock));
+    train(trainer);
 }

@@ -228,7 +228,7 @@ void Trainer::warm_up() {
     const auto micro_steps = [&](bool replay) {
         for (int64_t micro = 0; micro < setup.micro_steps; micro++) {
             const bool first = micro == 0, last = micro + 1 == setup.micro_steps;
-            if (first || last || micro == 1) micro_step(batch, first, last, replay);
+            if (first || last || micro == 1) micro_step(*this, batch, first, last, replay);
         }
     };
     if (ctx.world > 1) {  // all ranks take rank 0's algorithms before graphs are recorded
@@ -261,6 +261,31 @@ void Trainer::adopt_checkpoint_choices() {
             "the checkpoint's matmul algorithms were chosen on another GPU, library or version of train_gpt: choosing "
             "again, so results may differ in the last digits\n");
     }
+}
+
+int64_t Trainer::first_batch() const {
+    return options.overfit_one_batch ? 0 : step - setup.data_use.first_step;  // resumed, the same one batch
+}
+
+const Batch& Trainer::next_batch(Loader& loader, int64_t micro) {
+    if (!options.overfit_one_batch) return loader.next();
+    if (static_cast<int64_t>(one_batch.size()) < setup.micro_steps) one_batch.push_back(loader.next());
+    return one_batch[static_cast<size_t>(micro)];
+}
+
+std::string Trainer::describe_start(const Loader& loader) const {
+    const std::string resumed =
+        step ? str("resumed from ", setup.resume.checkpoint, options.new_data.empty() ? "" : " with new data", "; ")
+             : "";
+    const bool several = setup.data.size() > 1;
+    return str(resumed, describe_training_data(setup, loader), several ? "\n" : ", ",
+               with_commas(options.total_batch_tokens), several ? " tokens" : "", " a step");
+}
+
+// Several ranks do not ask whether a step is done: their answers could differ, but they must act alike.
+void Trainer::finish_steps(bool all, RunLog& log, Progress& progress) {
+    while (finished < queued && (all || queued - finished > 1 || (ctx.world == 1 && queue[finished % 2].end.reached())))
+        finish_step(log, progress);
 }
 
 // Waits for the oldest queued step and reports it.
@@ -415,7 +440,6 @@ ordered_json data_history(const TrainSetup& s) {
 
 }  // namespace
 
-// Starts a checkpoint of this step, or with `last` writes it.
 void Trainer::save(bool last) {
     if (saved_step == step && !(last && checkpoints.failed())) return;
     saved_step = step;

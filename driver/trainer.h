@@ -1,5 +1,5 @@
-// A training run: steps, their log, evaluations, samples and checkpoints. train_gpt.cu defines the steps and the loop,
-// driver/trainer.cpp the rest.
+// A training run: its memory and state, its log, evaluations, samples and checkpoints. The steps and the loop are in
+// train_gpt.cu.
 #pragma once
 
 #include <cmath>
@@ -11,16 +11,23 @@
 #include "runtime/files/log.h"
 #include "runtime/watchdog.h"
 
-class Trainer {
-  public:
+// A run: its state, and the work around its steps.
+struct Trainer {
     // lock: rank 0's on --out; null if the directory does not exist yet.
     Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<DirectoryLock> lock = {});
     ~Trainer();
-    void run();
-    bool queue_step(Loader& loader);  // queues one optimizer step; false: the run was asked to stop
-    LoaderOptions loader_options() const;
 
-  private:
+    LoaderOptions loader_options() const;
+    int64_t first_batch() const;  // of the data, where the run starts or resumes
+    const Batch& next_batch(Loader& loader, int64_t micro);
+    std::string describe_start(const Loader& loader) const;
+    // Waits for queued steps and reports them: for all of them, or for those that the device has done and all but one.
+    void finish_steps(bool all, RunLog& log, Progress& progress);
+    void evaluate_splits(RunLog& log, Progress& progress);
+    void sample_text(RunLog& log, Progress& progress);
+    // Starts a checkpoint of this step, or with `last` writes it.
+    void save(bool last);
+
     // A step that is queued on the device. The host reads its scalars one step later, so the device always has queued
     // work.
     struct QueuedStep {
@@ -32,21 +39,6 @@ class Trainer {
         StepScalars* scalars() const { return static_cast<StepScalars*>(memory.get()); }
         int64_t* fp8_counts() const { return static_cast<int64_t*>(counts.get()); }
     };
-
-    MemoryPlan checked_memory_plan(const GradientOptions& gradients) const;
-    void print(const std::string& text) const;  // on stderr, by rank 0
-    void print_setup(const MemoryPlan& plan) const;
-    void find_peak_flops();
-    void start();    // initialises or loads weights, optimizer state and step number
-    void warm_up();  // chooses GEMM algorithms, records graphs
-    void adopt_checkpoint_choices();
-    int64_t max_sequences() const;
-    void micro_step(const Batch& batch, bool first, bool last, bool replay = true);
-    bool stopping();
-    void finish_step(RunLog& log, Progress& progress);
-    void evaluate_splits(RunLog& log, Progress& progress);
-    void sample_text(RunLog& log, Progress& progress);
-    void save(bool last);
 
     const Context& ctx;
     const TrainSetup setup;
@@ -75,4 +67,22 @@ class Trainer {
     Watchdog watchdog;
     double peak_flops = 0, measured_flops = 0;  // MFU's denominator; the FLOP/s of a matmul measured at the start
     const AbortOnFailure abort_on_failure{ctx};
+
+  private:
+    MemoryPlan checked_memory_plan(const GradientOptions& gradients) const;
+    void print(const std::string& text) const;  // on stderr, by rank 0
+    void print_setup(const MemoryPlan& plan) const;
+    void find_peak_flops();
+    void start();    // initialises or loads weights, optimizer state and step number
+    void warm_up();  // chooses GEMM algorithms, records graphs
+    void adopt_checkpoint_choices();
+    int64_t max_sequences() const;
+    void finish_step(RunLog& log, Progress& progress);
 };
+
+// The training loop, from the last step of the run to --steps (train_gpt.cu).
+void train(Trainer& t);
+// Queues one optimizer step; false: the run was asked to stop.
+bool queue_step(Trainer& t, Loader& loader);
+// Forward and backward over a batch. replay: as a CUDA graph, where that is possible.
+void micro_step(Trainer& t, const Batch& batch, bool first, bool last, bool replay = true);

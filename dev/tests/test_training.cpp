@@ -271,7 +271,7 @@ struct TrainingRun {
     }
 
     void steps(int n) {
-        for (int i = 0; i < n; i++) trainer->queue_step(*loader);
+        for (int i = 0; i < n; i++) queue_step(*trainer, *loader);
         synchronize(ctx.stream);
     }
 };
