@@ -176,8 +176,7 @@ __device__ __forceinline__ void query_pass_consume(const Attention<T>& a, const 
                 running = true;
             }
             finish();
-            shared.q_ring.release(q_at);
-            q_at.advance();
+            shared.q_ring.release_and_advance(q_at);
         }
         scale_all(dq, a.scale);
         const int first = r0 + warp_row;
@@ -202,10 +201,7 @@ __device__ __forceinline__ void query_pass_sum(const Attention<T>& a, typename Q
         if (exists) shared.summed.wait_full(at);
         sum_rows<BM, T>(a.dq_row_sums + (sum_row(task, warp) * a.NH + task.head) * a.HS, a.HS, shared.dq, max(0, -i0),
                         BM, warp);
-        if (exists) {
-            shared.summed.release(at);
-            at.advance();
-        }
+        if (exists) shared.summed.release_and_advance(at);
     }
 }
 
@@ -274,8 +270,7 @@ __device__ __forceinline__ void key_pass_consume(const Attention<T>& a, const Ma
                 shared.q_ring.wait_full(at);
                 if (!mine.contains(m)) {
                     finish();
-                    shared.q_ring.release(at);
-                    at.advance();
+                    shared.q_ring.release_and_advance(at);
                     return;
                 }
                 const uint32_t q = shared_address(shared.q[at.stage]), dout = shared_address(shared.dout[at.stage]);
@@ -305,8 +300,7 @@ __device__ __forceinline__ void key_pass_consume(const Attention<T>& a, const Ma
                 at.advance();
             });
             finish();
-            shared.kv_ring.release(kv_at);
-            kv_at.advance();
+            shared.kv_ring.release_and_advance(kv_at);
         }
         summed.wait();
         store_key_gradients<BN>(a, maps, task, r0 + warp_row, shared, warpgroup * 64 + warp_row, dk, dv);
@@ -327,10 +321,7 @@ __device__ __forceinline__ void key_pass_sum(const Attention<T>& a, typename Key
         if (end > 0) shared.summed.wait_full(at);
         sum_rows<BN, T>(to, a.HS, shared.dk(), 0, end, warp);
         sum_rows<BN, T>(to + a.NKV * a.HS, a.HS, shared.dv, 0, end, warp);
-        if (end > 0) {
-            shared.summed.release(at);
-            at.advance();
-        }
+        if (end > 0) shared.summed.release_and_advance(at);
     }
 }
 

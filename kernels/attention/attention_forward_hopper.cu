@@ -191,9 +191,7 @@ __device__ __forceinline__ void forward_consume(const Attention<T>& a, const Map
     const auto skip_keys = [&](int blocks) {
 #pragma unroll 1
         for (; blocks > 0; blocks--) {
-            shared.k_ring.wait_full(k_at);
-            shared.k_ring.release(k_at);
-            k_at.advance();
+            shared.k_ring.skip(k_at);
             issue_wait();
             issue_done();
         }
@@ -201,9 +199,7 @@ __device__ __forceinline__ void forward_consume(const Attention<T>& a, const Map
     const auto skip_values = [&](int blocks) {
 #pragma unroll 1
         for (; blocks > 0; blocks--) {
-            shared.v_ring.wait_full(v_at);
-            shared.v_ring.release(v_at);
-            v_at.advance();
+            shared.v_ring.skip(v_at);
         }
     };
 
@@ -222,13 +218,11 @@ __device__ __forceinline__ void forward_consume(const Attention<T>& a, const Map
     };
     const auto release_keys = [&] {
         pin_registers(s);
-        shared.k_ring.release(k_at);
-        k_at.advance();
+        shared.k_ring.release_and_advance(k_at);
     };
     const auto release_values = [&] {
         pin_registers(o);
-        shared.v_ring.release(v_at);
-        v_at.advance();
+        shared.v_ring.release_and_advance(v_at);
     };
 
     TaskConsumer tasks(shared.tasks);
@@ -304,10 +298,7 @@ __device__ __forceinline__ void forward_consume(const Attention<T>& a, const Map
                 skip_values(1);
             }
         }
-        if (any) {
-            shared.q_ring.release(q_at);
-            q_at.advance();
-        }
+        if (any) shared.q_ring.release_and_advance(q_at);
         skip_keys(last.unseen);
     }
 }

@@ -149,8 +149,7 @@ __device__ __forceinline__ void single_pass_consume(const Attention<T>& a, const
             });
             wgmma_wait<0>();
             finish_last();
-            shared.kv_ring.release(kv_at);
-            kv_at.advance();
+            shared.kv_ring.release_and_advance(kv_at);
         }
         store_key_gradients<BN>(a, maps, task, r0 + warp_row, shared, warpgroup * 64 + warp_row, dk, dv);
     }

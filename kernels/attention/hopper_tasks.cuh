@@ -115,8 +115,7 @@ class TaskConsumer {
                 uniform(t.sequence),
                 {uniform(t.seq.q0), uniform(t.seq.k0), uniform(t.seq.qlen), uniform(t.seq.klen), uniform(t.seq.first),
                  uniform(t.seq.last)}};
-        ring_.ring.release(at_);
-        at_.advance();
+        ring_.ring.release_and_advance(at_);
         return task.rank >= 0;
     }
 

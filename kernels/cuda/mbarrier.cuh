@@ -82,6 +82,15 @@ struct MbarrierRing {
         __syncwarp();
         if (threadIdx.x % WARP == 0) mbarrier_arrive(&empty[at.stage]);
     }
+    __device__ __forceinline__ void release_and_advance(RingPosition<STAGES>& at) {
+        release(at);
+        at.advance();
+    }
+    // A stage that the warp does not read.
+    __device__ __forceinline__ void skip(RingPosition<STAGES>& at) {
+        wait_full(at);
+        release_and_advance(at);
+    }
 };
 
 // Barriers of some of a block's warps, by number, 1 to 15. `threads` counts all threads that sync or arrive.
