@@ -52,7 +52,7 @@ struct Precision {
     DType moments = DType::F32;
 };
 
-// What lies in pinned host memory: m and v; master weights; the inputs of blocks (driver/block_inputs.h). The
+// The parts that lie in pinned host memory: m and v; master weights; the inputs of blocks (driver/block_inputs.h). The
 // optimizer's kernels read and write their state there.
 struct Offload {
     bool optimizer = false, master = false, activations = false;
@@ -85,7 +85,7 @@ struct Model {
           const LoraOptions& lora_options = {});
     void allocate(const Context& ctx);
 
-    // What has gradients and an optimizer state.
+    // The model that has gradients and an optimizer state.
     Model& trained() { return adapters ? *adapters : *this; }
     const Model& trained() const { return adapters ? *adapters : *this; }
 
@@ -294,7 +294,7 @@ void backward(const Pass& p, float dloss, bool first_micro, bool last_micro = tr
 struct OptimizerOptions {
     AdamWOptions adamw;
     MuonOptions muon;
-    GroupRates rates;
+    HyperparametersByGroup rates;
 };
 
 // Gradients and the optimizer state in Precision::moments: m (AdamW's first moment, Muon's momentum) in an arena with

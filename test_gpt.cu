@@ -63,7 +63,7 @@ struct Run {
         model.allocate(ctx);
         acts.allocate(ctx);
         OptimizerOptions options;
-        for (GroupRate& rate : options.rates) rate.weight_decay = 0.1f;
+        for (GroupHyperparameters& rate : options.rates) rate.weight_decay = 0.1f;
         optimizer.allocate(ctx, model, options);
         write_scalars(ctx, acts, StepScalars{});
         load_weights(f.directory, model.table, model.arenas);

@@ -1005,9 +1005,9 @@ bool queue_step(Trainer& t, Loader& loader) {
     int64_t loss_tokens = 0;
     for (int64_t micro = 0; micro < micro_steps; micro++) {
         if (stopping(t)) return false;
-        t.watchdog.phase("reading training data", number);
+        t.watchdog.state("reading training data", number);
         const Batch& batch = t.next_batch(loader, micro);
-        t.watchdog.phase("forward and backward", number);
+        t.watchdog.state("forward and backward", number);
         if (t.optimizer.grads.numbers_micro_steps()) {
             const int64_t in_run = t.step * micro_steps + micro;
             acts.staging->put(acts.micro_step.data, &in_run, sizeof in_run, ctx.stream);
@@ -1018,7 +1018,7 @@ bool queue_step(Trainer& t, Loader& loader) {
     // The gradients were divided by total_batch_tokens, a constant that graphs can record; grad_unit corrects them to
     // the number of loss tokens. A step whose tokens are all masked has none.
     const double count = double(std::max<int64_t>(loss_tokens, 1));
-    t.watchdog.phase("update", number);
+    t.watchdog.state("update", number);
     update(ctx, t.model, t.optimizer, acts, 1 / count, double(t.options.total_batch_tokens) / count);
     copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
     if (acts.fp8)
@@ -1060,7 +1060,7 @@ void train(Trainer& t) {
     }
     t.finish_steps(true, log, progress);
     progress.finish();
-    t.watchdog.phase("waiting for a checkpoint", t.step);
+    t.watchdog.state("waiting for a checkpoint", t.step);
     t.checkpoints.wait();
     t.save(true);
     if (t.step < options.steps)

@@ -87,7 +87,8 @@ PlanOptions parse_plan(const Args& args) {
     return o;
 }
 
-// What is in use before a run, and a remark on it. A context that was not measured is taken to be an H100's.
+// The bytes of the GPU that are in use before a run, and a remark on them. A context that was not measured is taken to
+// be an H100's.
 std::pair<int64_t, std::string> in_use_on(const Gpu* gpu) {
     if (!gpu) return {device_bytes_in_use(), ""};
     if (gpu->context_mib > 0) return {int64_t(gpu->context_mib * 0x1p20), ""};

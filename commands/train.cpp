@@ -119,7 +119,7 @@ void check_optimizer_options(const TrainOptions& o) {
                                                       {"--adam-weight-decay", m.adam_weight_decay.has_value()}};
     for (const auto& [name, given] : of_frozen)
         if (given && o.lora.on()) throw UsageError(str(name, " is for weights that --lora-rank freezes; leave it out"));
-    const RateGroupValues rates = learning_rates(o);
+    const LearningRates rates = learning_rates(o);
     if (rates[0] == 0 && std::any_of(rates.begin(), rates.end(), [](double r) { return r > 0; }))
         throw UsageError("--lr 0: the other learning rates are scaled with it; give it a positive value");
 }

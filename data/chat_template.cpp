@@ -120,7 +120,7 @@ std::vector<int32_t> ChatTemplate::end_tokens(const Tokenizer& tokenizer) const 
         require(out.size() == 1, "the tokenizer has no token ", token,
                 ", which tokenizer_config.json names eos_token; the two files belong to different models");
     }
-    // What the template writes after the last byte of an assistant turn's content.
+    // The tokens that the template writes after the last byte of an assistant turn's content.
     const jinja::Text text = render({{"user", "x"}, {"assistant", "x"}}, false, local_time_now());
     const size_t last = text.marks.find_last_of(std::string{jinja::CONTENT, jinja::CONTENT | jinja::GENERATION});
     const std::vector<int32_t> ending =

@@ -276,7 +276,7 @@ def split_single(chunks, selection, fraction, directory, left_out):
 
 # ---- worker processes ------------------------------------------------------------------------------------------------
 
-# What a process needs beside chunks: whether documents are taken, whether they are validation text, the encoder.
+# The state of a worker besides its chunks: which documents it takes, which are validation text, the encoder.
 Worker = collections.namedtuple("Worker", "selection split encoder")
 worker = None
 

@@ -24,7 +24,7 @@ TEXT_ENDINGS = (".txt", ".md")
 COMPRESSED = (".gz", ".zst", ".xz")
 OTHER_ENDINGS = (".jsonl", *(f".jsonl{c}" for c in COMPRESSED), ".parquet", ".tar", *(f".tar{c}" for c in COMPRESSED),
                  ".tgz")
-# What a line of .jsonl or a row of .parquet may hold; the first that it has counts.
+# Sets of keys of a line (.jsonl) or columns of a row (.parquet); the first set that it has counts.
 SHAPES = (("messages",), ("prompt", "response"), ("instruction", "output"), ("text",))
 INPUT_CHUNK = 8 << 20     # bytes of input that a process reads at once
 PACKAGE_CHUNK = 64 << 10  # bytes that the tokenizers package reads at once: it needs many times as much memory

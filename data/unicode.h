@@ -1,4 +1,4 @@
-// What tokenizers need of Unicode: normalization, and which characters are white space or belong to a word. The
+// Unicode functions for tokenizers: normalization, and which characters are white space or belong to a word. The
 // library is utf8proc. Bytes that are not UTF-8 stay as they are.
 #pragma once
 

@@ -7,8 +7,8 @@
 
 namespace {
 
-// What is tried for each batch size, in the order of the speed that is expected. Recomputing whole blocks costs most,
-// so it comes after all that spares it. Before that the state goes to bf16 one part after the other, fp32 first:
+// The options that are tried for each batch size, in the order of their expected speed. Recomputing whole blocks costs
+// most, so it comes after all that spares it. Before that the state goes to bf16 one part after the other, fp32 first:
 // moments and weights, which then take less traffic, and last gradients, which take more unless matmuls add to them.
 // Copies of the blocks' inputs come last: they are hidden at best.
 struct FitStep {

@@ -9,7 +9,7 @@
 #include "driver/options.h"
 #include "runtime/device/target.h"
 
-// What the search found, and everything that it tried.
+// The result of the search, and everything that it tried.
 struct FitReport {
     struct Try {
         std::string options, reason;  // the options to add, "" for those given; its speed, as far as known

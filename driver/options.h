@@ -1,5 +1,4 @@
-// What a run is made with: the model that it names, and the options of `train` and `plan`. commands/ parses and checks
-// them.
+// The model that a run names, and the options of `train` and `plan`. commands/ parses and checks them.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +46,8 @@ inline DType training_dtype(const std::string& name) {
 
 enum class Schedule : uint8_t { Cosine, Linear, Constant, WSD };
 
-// What the backward pass recomputes instead of keeping it. Each level includes the previous ones.
+// Recompute level: the activations that the backward pass recomputes instead of keeping them. Each level includes the
+// previous ones.
 enum class Recompute : uint8_t { None, Activation, Norms, Block };
 
 // Whether the MLP's activation function is fused into the matmuls around it (16-bit training): its gradient only, or
@@ -83,7 +83,7 @@ struct MuonFlags {
     bool rms_scale() const { return scale == "rms"; }
 };
 
-// What determines the memory of a training run, besides the number of ranks: `train` and `plan` have these options.
+// The options that determine the memory of a training run, besides the number of ranks: `train` and `plan` have them.
 struct RunOptions {
     ModelOptions model;
     int64_t batch_size = 4, seq_len = 256;

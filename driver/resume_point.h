@@ -15,7 +15,7 @@ struct DataUse {
     std::string data, fingerprint;
 };
 
-// What trainer.json says, checked: it belongs to its directory and to the training state beside it.
+// The content of trainer.json, checked: it belongs to its directory and to the training state beside it.
 struct ResumePoint {
     std::string checkpoint;            // empty: the run starts at step 0
     int64_t step = 0, adam_steps = 0;  // steps done; updates done (without skipped steps)

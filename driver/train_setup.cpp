@@ -15,7 +15,7 @@
 
 using nlohmann::json;
 
-RateGroupValues learning_rates(const TrainOptions& o) {
+LearningRates learning_rates(const TrainOptions& o) {
     const double lr = o.lr.value_or(6e-4);
     return {lr, o.embedding_lr.value_or(lr), o.head_lr.value_or(lr), o.vector_lr.value_or(lr)};
 }
@@ -206,13 +206,13 @@ void set_default_rates(TrainSetup& s) {
     if (s.o.optimizer == OptimizerType::Muon && !s.o.muon.rms_scale()) {
         const double hidden = s.o.lora.on() ? 5e-3 : 0.02;
         const double embeddings = s.source.config.init == Init::FanIn ? 0.1 : 5e-3;
-        const RateGroupValues rates = s.resume.learning_rates.value_or(RateGroupValues{hidden, embeddings, 5e-3, 1e-2});
+        const LearningRates rates = s.resume.learning_rates.value_or(LearningRates{hidden, embeddings, 5e-3, 1e-2});
         std::optional<double>* const options[] = {&s.o.lr, &s.o.embedding_lr, &s.o.head_lr, &s.o.vector_lr};
         const size_t trained = s.o.lora.on() ? 1 : NUM_RATE_GROUPS;
         for (size_t g = 0; g < trained; g++)
             if (!*options[g]) *options[g] = rates[g];
     }
-    const RateGroupValues rates = learning_rates(s.o);
+    const LearningRates rates = learning_rates(s.o);
     const char* const names[] = {"lr", "embedding-lr", "head-lr", "vector-lr"};
     for (size_t g = 0; g < NUM_RATE_GROUPS; g++) {
         const bool is_head = RateGroup(g) == RateGroup::Head;

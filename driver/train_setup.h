@@ -56,8 +56,8 @@ void check_grad_rounding(const RunOptions& o, int64_t world, Device device);
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source);
 
 // The peak learning rate of each rate group (runtime/model/params.h).
-using RateGroupValues = std::array<double, NUM_RATE_GROUPS>;
-RateGroupValues learning_rates(const TrainOptions& options);
+using LearningRates = std::array<double, NUM_RATE_GROUPS>;
+LearningRates learning_rates(const TrainOptions& options);
 
 // Muon's momentum in a step, counted from 0.
 double momentum(const TrainOptions& options, int64_t step);

@@ -1,4 +1,4 @@
-// What a training run does before its first step (memory, weights, CUDA graphs) and between steps (log, evaluation,
+// The work of a training run before its first step (memory, weights, CUDA graphs) and between steps (log, evaluation,
 // samples, checkpoints). The steps themselves and the loop are in train_gpt.cu.
 #include "driver/trainer.h"
 
@@ -50,7 +50,7 @@ std::string fp8_warning(const ModelConfig& c) {
 OptimizerOptions optimizer_options(const TrainOptions& o) {
     OptimizerOptions options;
     options.adamw = {static_cast<float>(o.beta1), static_cast<float>(o.beta2), static_cast<float>(o.adam_eps), o.seed};
-    const RateGroupValues rates = learning_rates(o);
+    const LearningRates rates = learning_rates(o);
     for (size_t g = 0; g < NUM_RATE_GROUPS; g++) {
         const double decay = g ? o.muon.adam_weight_decay.value_or(o.weight_decay) : o.weight_decay;
         options.rates[g] = {float(rates[0] > 0 ? rates[g] / rates[0] : 1), float(decay)};
@@ -291,7 +291,7 @@ void Trainer::finish_steps(bool all, RunLog& log, Progress& progress) {
 // Waits for the oldest queued step and reports it.
 void Trainer::finish_step(RunLog& log, Progress& progress) {
     const QueuedStep& q = queue[finished++ % 2];
-    watchdog.phase("waiting for the device", q.step);
+    watchdog.state("waiting for the device", q.step);
     ctx.wait(q.end);
     const StepScalars& r = *q.scalars();
     const double ms = elapsed_ms(q.begin, q.end), tokens_per_s = double(options.total_batch_tokens) / ms * 1e3;
@@ -317,7 +317,7 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
         line["fp8_saturated"] = fraction(FP8_SATURATED);
         line["fp8_underflowed"] = fraction(FP8_UNDERFLOWED);
     }
-    watchdog.phase("writing log.jsonl", q.step);
+    watchdog.state("writing log.jsonl", q.step);
     log.write(line);
     char text[160];
     std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s", r.loss, r.lr, r.grad_norm,
@@ -342,7 +342,7 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
 // The validation splits, and the questions of --eval-multiple-choice. Of several directories val_loss is the mean of
 // their losses by their weights; the log and the line name each.
 void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
-    const auto progressing = [this] { watchdog.phase("evaluating", step); };
+    const auto progressing = [this] { watchdog.state("evaluating", step); };
     double sum = 0, weights = 0;
     ordered_json line = {{"step", step}}, by_directory;
     std::string text;
@@ -414,7 +414,7 @@ void Trainer::sample_text(RunLog& log, Progress& progress) {
         std::vector<int32_t> tokens = prompt.tokens;
         const auto sequence = int64_t(samples.size());
         do {
-            watchdog.phase("sampling", step);
+            watchdog.state("sampling", step);
             tokens.push_back(
                 next_token(ctx, model, acts, tokens, vocab, options.seed, {sequence, int64_t(tokens.size()) - 1}));
         } while (!completion.add(tokens.back()));
@@ -443,7 +443,7 @@ ordered_json data_history(const TrainSetup& s) {
 void Trainer::save(bool last) {
     if (saved_step == step && !(last && checkpoints.failed())) return;
     saved_step = step;
-    watchdog.phase("saving a checkpoint", step);
+    watchdog.state("saving a checkpoint", step);
     ctx.wait_for_stream("a checkpoint");
     const StepScalars scalars = read_scalars(ctx, acts);
     const int64_t adam_steps = scalars.t;

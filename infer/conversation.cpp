@@ -21,7 +21,7 @@ class Conversation {
     Conversation(const ChatTemplate& t, const Tokenizer& k, const std::optional<std::string>& system)
         : chat_template(t), tokenizer(k), messages(opening(system)), first_turn(messages.size()) {
         reset();
-        // What begins every conversation: the system message and the start of the first user turn.
+        // The beginning of every conversation: the system message and the start of the first user turn.
         std::vector<int32_t> tokens[2];
         for (size_t i = 0; i < 2; i++) {
             messages.push_back({"user", i ? "a" : "b"});

@@ -49,7 +49,7 @@ class Completion {
     const char* reason = nullptr;
 };
 
-// What happens when a sequence reaches the context limit.
+// The behaviour of a sequence that reaches the context limit.
 struct ContextPolicy {
     bool slide = true;        // the context window slides; else the completion ends
     int64_t keep_tokens = 0;  // a slide keeps this many tokens of the beginning and the later half of the rest

@@ -21,8 +21,8 @@ struct PassChunk {
     int64_t slot, past, tokens;
 };
 
-// What a pass does in the layers with a ring. The keys that each chunk sees are packed without gaps, in the order of
-// the chunks: those of earlier passes, then its own.
+// The key rows of a pass in the layers with a ring. The keys that each chunk sees are packed without gaps, in the order
+// of the chunks: those of earlier passes, then its own.
 struct RingPass {
     std::vector<int32_t> cum_k;               // [chunks + 1] ends of the packed sequences
     std::vector<int32_t> new_keys;            // [tokens of the pass] packed rows of the chunks' own keys
@@ -44,7 +44,7 @@ class KvCache {
     void allocate();
 
     int64_t bytes() const { return total; }
-    // What a decode step reads for a sequence of this many tokens, over all layers with softmax attention.
+    // The bytes that a decode step reads for a sequence of this many tokens, over all layers with softmax attention.
     int64_t bytes_read(int64_t length) const;
 
     // Rows of a sequence in a layer, and the layer's window; 0 where it has none or the capacity does not exceed it.

@@ -26,7 +26,7 @@ struct Fp8Record {
 enum Fp8Count { FP8_ELEMENTS, FP8_SATURATED, FP8_UNDERFLOWED, NUM_FP8_COUNTS };
 // FP8_SATURATED: |y·scale| > fp8_max. FP8_UNDERFLOWED: y ≠ 0 has the code of 0.
 
-// What a call writes; any of the tensors may be null.
+// The output of a call; any of the tensors may be null.
 struct Fp8Output {
     Fp8Format format;
     Fp8Record record;

@@ -29,7 +29,7 @@ inline BatchedSizes check_matmul_batched(const char* op, const Tensor& out, cons
     return s;
 }
 
-// What matmul_forward_add() adds to the product with inp.
+// Checks the tensor that matmul_forward_add() adds to the matmul of inp.
 inline void check_added(const char* op, const Tensor& out, const Tensor& add, const Tensor& inp) {
     check_matrix(op, "add", add, out.shape[0], out.shape[1], Given::Required, out.dtype);
     require(row_stride(add) == row_stride(out), op, ": the rows of add are ", row_stride(add),

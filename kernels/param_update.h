@@ -1,5 +1,5 @@
-// What the optimizers (kernels/adamw.h, kernels/muon.h) share: which parameters a launch updates, where they are
-// and how they are stored.
+// Common definitions of the optimizers (kernels/adamw.h, kernels/muon.h): which parameters a launch updates, where they
+// are and how they are stored.
 //
 // Each segment says where its parameters p are. There are three uses:
 // - fp32 training: every segment is in params; params_T is null.

@@ -22,7 +22,7 @@ inline void check_moment(const char* op, const char* name, const Tensor& t, int6
     check_tensor(op, name, t, t.dtype, {n < 0 ? t.shape[0] : n});
 }
 
-// What is rounded stochastically has noise for 2^38 elements of a tensor.
+// Stochastic rounding has noise for 2^38 elements of a tensor.
 inline void check_noise(const char* op, int64_t i, const ParamSegment& s) {
     require(s.first_element >= 0 && s.first_element <= (int64_t(1) << 38) - (s.end - s.begin), op, ": segment ", i,
             " begins at element ", s.first_element, " of its tensor, expected less than 2^38 elements");

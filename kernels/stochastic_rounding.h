@@ -8,7 +8,8 @@
 
 #include "runtime/rng.h"
 
-// What is rounded: a parameter, or the first or second moment of its gradient. Each has 16 bits of noise of its own.
+// The number that is rounded: a parameter, or the first or second moment of its gradient. Each has 16 bits of noise of
+// its own.
 enum class Rounded : uint8_t { Param, M, V };
 
 // Four elements of a tensor share one Philox block: its key is the seed, the low half of its counter is (t, element/4)

@@ -44,7 +44,7 @@ class ConfigKeys {
     const std::string prefix;
 };
 
-// What a family has of RoPE.
+// The RoPE options of a family.
 struct RopeForms {
     double theta = 10000;  // default
     bool scaling = true;   // linear, dynamic, llama3

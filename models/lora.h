@@ -33,7 +33,7 @@ struct LoraPart {
     int64_t row, rows;
 };
 
-// What an adapter's table has instead of Role: A and B of the parameter in a role.
+// The roles in an adapter's table, in place of Role: A and B of the parameter in a role.
 constexpr int lora_a(Role weight) {
     return 2 * weight;
 }

@@ -76,7 +76,7 @@ void check_config(const JsonKeys& config) {
         if (!KNOWN_KEYS.count(key) && !is_plain(value)) refuse(key, "not supported");
 }
 
-// What an adapter's metadata records of its base.
+// The keys of an adapter's metadata that describe its base.
 constexpr const char *FINGERPRINT = "base_fingerprint", *CONFIG = "base_config";
 
 // config.json without what changes no logits of a model of given weights.

@@ -29,7 +29,7 @@ class LoraAdapter {
     // Of a base: CRC-32C, as eight hexadecimal digits, of the name, the shape and the first 16384 values, as fp32, of
     // each tensor in the table's order.
     static std::string fingerprint(const std::string& base, const ParamTable& table);
-    // What the metadata of an adapter's tensors records of its base: the fingerprint, and as JSON the keys of
+    // The record of the base in the metadata of an adapter's tensors: the fingerprint, and as JSON the keys of
     // config.json that change what the model computes.
     static std::map<std::string, std::string> base_record(const std::string& base, const ModelConfig& config,
                                                           const ParamTable& table);

@@ -121,7 +121,7 @@ void CheckpointSaver::save(Contents next, const TrainingArenas& arenas, bool is_
     if (background) snapshot->copy(arenas, ctx.stream);
     writer = std::make_unique<StateWriter>(temporary, table, background ? snapshot->arenas() : arenas,
                                            options.export_dtype, contents.metadata, ranks_of(ctx));
-    phase = Phase::Writing;
+    state = State::Writing;
     start([this] {
         struct Release {  // one rank needs no other for the end of the save
             CheckpointSaver& saver;
@@ -149,13 +149,13 @@ void CheckpointSaver::poll() {
 }
 
 void CheckpointSaver::wait() {
-    if (phase == Phase::Idle) return;
+    if (state == State::Idle) return;
     if (work.valid() && work.wait_for(std::chrono::seconds(0)) == std::future_status::timeout)
         note(str("waiting for ", path(), " to be written"));
     advance(true);
 }
 
-// Whether all ranks have done their part of the phase.
+// Whether all ranks have done their part of the state.
 bool CheckpointSaver::all_ready(bool wait_for_them) {
     if (work.valid() && (!background || (wait_for_them && ctx.world == 1))) work.wait();
     for (;;) {
@@ -185,13 +185,13 @@ std::string CheckpointSaver::agreed_error() {
 }
 
 void CheckpointSaver::advance(bool wait_for_them) {
-    while (phase != Phase::Idle && all_ready(wait_for_them)) {
+    while (state != State::Idle && all_ready(wait_for_them)) {
         const std::string error = agreed_error();
-        if (phase == Phase::Publishing || ctx.world == 1 || !error.empty()) return end(error);
+        if (state == State::Publishing || ctx.world == 1 || !error.empty()) return end(error);
         const StateWriter::Part own = writer->part();
         StateWriter::Part all(own.size() * size_t(ctx.world));
         ctx.comm->all_gather_host(all.data(), own.data(), own.size() * sizeof own[0]);
-        phase = Phase::Publishing;
+        state = State::Publishing;
         if (ctx.rank == 0) start([this, all] { publish(all); });
     }
 }
@@ -207,7 +207,7 @@ void CheckpointSaver::end(const std::string& error) {
     writer.reset();
     directory.reset();
     hold.reset();
-    phase = Phase::Idle;
+    state = State::Idle;
     last_failed = !error.empty();
     if (!last_failed) return note("saved " + path());
     if (last || options.stop_on_error) throw Error(error);

@@ -41,15 +41,15 @@ class CheckpointSaver {
     CheckpointSaver(const CheckpointSaver&) = delete;
     CheckpointSaver& operator=(const CheckpointSaver&) = delete;
 
-    // What a host lacks that must have `bytes` for each of its ranks, snapshot included; "" if none lacks anything.
-    // Collective.
+    // The memory that is missing on a host that must have `bytes` for each of its ranks, snapshot included; "" if none
+    // is. Collective.
     std::string lacks_memory(int64_t bytes) const;
     // Allocates the snapshot on all ranks, or on none. Without it save() writes before it returns. The first call
     // starts another thread, the second one waits for it and returns what is missing, "" if nothing is. Collective.
     void start_allocation(Snapshot snapshot);
     std::string finish_allocation();
 
-    // What a checkpoint holds beside its tensors.
+    // The content of a checkpoint besides its tensors.
     struct Contents {
         int64_t step;
         SafetensorsWriter::Metadata metadata;                           // of both files of tensors
@@ -66,7 +66,7 @@ class CheckpointSaver {
     std::function<void(const std::string&)> note = [](const std::string&) {};
 
   private:
-    enum class Phase : uint8_t { Idle, Writing, Publishing };
+    enum class State : uint8_t { Idle, Writing, Publishing };
     std::string prepare(const TrainingArenas& arenas, std::string& temporary);
     void start(std::function<void()> task);
     bool all_ready(bool wait);
@@ -86,6 +86,6 @@ class CheckpointSaver {
     std::unique_ptr<StateWriter> writer;
     std::optional<HoldExit> hold;
     std::future<void> work;  // valid while this rank writes or publishes
-    Phase phase = Phase::Idle;
+    State state = State::Idle;
     bool last = false, background = false, last_failed = false;
 };

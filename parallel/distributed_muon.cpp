@@ -152,7 +152,7 @@ MuonWorkspace muon_workspace(const ParamTable& table, const Sharding& sharding, 
 }
 
 Muon::Muon(const ParamTable& table, const Sharding& s, const std::vector<UpdateSlice>& slices, const ParamArena& m,
-           const GroupRates& rates, DType type, const MuonOptions& muon_options)
+           const HyperparametersByGroup& rates, DType type, const MuonOptions& muon_options)
     : sharding(s), options(muon_options), dtype(type), sizes(muon_workspace(table, s, type, muon_options.round_bytes)) {
     const bool split = s.splits_optimizer();
     const size_t rank = size_t(s.rank), world = size_t(s.world);

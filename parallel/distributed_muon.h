@@ -88,7 +88,7 @@ class Muon {
     Muon() = default;
     // slices: of make_update_slices(). dtype: of u.
     Muon(const ParamTable& table, const Sharding& sharding, const std::vector<UpdateSlice>& slices, const ParamArena& m,
-         const GroupRates& rates, DType dtype, const MuonOptions& options);
+         const HyperparametersByGroup& rates, DType dtype, const MuonOptions& options);
     const std::vector<Round>& all_rounds() const { return rounds; }
 
     // Updates the matrices. workspace: MuonWorkspace::bytes() of U8. scalars: of the step (kernels/global_norm.h).

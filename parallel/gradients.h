@@ -70,7 +70,8 @@ class Gradients {
                   const Context* ctx);
 
     ParamArena arena;  // whole, or this rank's parts
-    // What the backward pass writes: [padded_rows, cols] or [padded_rows], fp32, or bf16 for a matmul that adds to it.
+    // The tensor that the backward pass writes: [padded_rows, cols] or [padded_rows], fp32, or bf16 for a matmul that
+    // adds to it.
     Tensor tensor(const Param& p) const { return (options.sums_apart(p) ? fp32_sums : arena).tensor(p); }
     // This rank's part of groups [first, last), which holds the step's sum after end(); with one rank the whole groups.
     Tensor own(int first, int last) const;

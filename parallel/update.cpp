@@ -5,8 +5,8 @@
 namespace {
 
 UpdateSlice make_slice(const ParamTable& table, const Sharding& sharding, const WeightArenas& weights,
-                       const Gradients& grads, const ParamArena& m, const ParamArena& v, const GroupRates& rates,
-                       int first, int last) {
+                       const Gradients& grads, const ParamArena& m, const ParamArena& v,
+                       const HyperparametersByGroup& rates, int first, int last) {
     const bool fp32_group = table.fp32_total && last == table.num_groups(), split = sharding.splits_optimizer();
     const auto updated = [&](const ParamArena& arena) {
         if (!arena) return Tensor{};
@@ -42,8 +42,8 @@ UpdateSlice make_slice(const ParamTable& table, const Sharding& sharding, const 
 }  // namespace
 
 ParamSegment param_segment(const ParamTable& table, const UpdateSlice& slice, const ParamArena& m, const Param& p,
-                           const ParamArena::Span& span, const GroupRates& rates) {
-    const GroupRate& rate = rates[size_t(p.rate_group)];
+                           const ParamArena::Span& span, const HyperparametersByGroup& rates) {
+    const GroupHyperparameters& rate = rates[size_t(p.rate_group)];
     const int64_t begin = span.at - table.group_begin[size_t(slice.first_group)] / m.parts;
     ParamSegment segment;
     segment.begin = begin;
@@ -58,7 +58,7 @@ ParamSegment param_segment(const ParamTable& table, const UpdateSlice& slice, co
 
 std::vector<UpdateSlice> make_update_slices(const ParamTable& table, const Sharding& sharding,
                                             const WeightArenas& weights, const Gradients& grads, const ParamArena& m,
-                                            const ParamArena& v, const GroupRates& rates) {
+                                            const ParamArena& v, const HyperparametersByGroup& rates) {
     const int groups = table.num_groups();
     std::vector<UpdateSlice> slices;
     for (int first = 0, last; first < groups; first = last) {

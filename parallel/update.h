@@ -9,11 +9,11 @@
 #include "parallel/gradients.h"
 
 // How a rate group is updated.
-struct GroupRate {
+struct GroupHyperparameters {
     float lr_scale = 1;      // its learning rate / that of the step
     float weight_decay = 0;  // of its matrices
 };
-using GroupRates = std::array<GroupRate, NUM_RATE_GROUPS>;
+using HyperparametersByGroup = std::array<GroupHyperparameters, NUM_RATE_GROUPS>;
 
 struct UpdateSlice {
     int first_group, last_group;  // groups [first_group, last_group) of the table
@@ -30,8 +30,8 @@ struct UpdateSlice {
 
 // The held elements `span` of a parameter (of the arena m) as a segment of the slice that has its group.
 ParamSegment param_segment(const ParamTable& table, const UpdateSlice& slice, const ParamArena& m, const Param& p,
-                           const ParamArena::Span& span, const GroupRates& rates);
+                           const ParamArena::Span& span, const HyperparametersByGroup& rates);
 
 std::vector<UpdateSlice> make_update_slices(const ParamTable& table, const Sharding& sharding,
                                             const WeightArenas& weights, const Gradients& grads, const ParamArena& m,
-                                            const ParamArena& v, const GroupRates& rates);
+                                            const ParamArena& v, const HyperparametersByGroup& rates);

@@ -1,4 +1,4 @@
-// What the program prints: std::cout and std::cerr, and text for a terminal.
+// The program's output: std::cout and std::cerr, and text for a terminal.
 #pragma once
 
 #include <memory>

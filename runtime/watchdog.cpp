@@ -25,11 +25,11 @@ Watchdog::~Watchdog() {
     worker.join();
 }
 
-void Watchdog::phase(const char* phase_name, int64_t phase_step) {
+void Watchdog::state(const char* state_name, int64_t state_step) {
     if (!worker.joinable()) return;
     const std::lock_guard<std::mutex> lock(mutex);
-    name = phase_name;
-    step = phase_step;
+    name = state_name;
+    step = state_step;
     ticks = 0;
 }
 

@@ -11,8 +11,8 @@
 
 class Watchdog {
   public:
-    // If no phase begins within timeout_s, writes "<prefix>no progress for 60 s in step 12 (waiting for the device)
-    // <remedy>" to stderr and ends the process with status 1. timeout_s 0: does nothing. Watches from the first phase
+    // If no state begins within timeout_s, writes "<prefix>no progress for 60 s in step 12 (waiting for the device)
+    // <remedy>" to stderr and ends the process with status 1. timeout_s 0: does nothing. Watches from the first state
     // on. The time in which the process is stopped (Ctrl-Z, a job that Slurm suspends) does not count.
     Watchdog(double timeout_s, std::string prefix, std::string remedy);
     ~Watchdog();
@@ -20,7 +20,7 @@ class Watchdog {
     Watchdog& operator=(const Watchdog&) = delete;
 
     // The process made progress, and does `name` from now on, for this step. Allocates nothing: name must stay valid.
-    void phase(const char* name, int64_t step);
+    void state(const char* name, int64_t step);
 
   private:
     void run();
@@ -29,8 +29,8 @@ class Watchdog {
     std::mutex mutex;
     std::condition_variable changed;
     bool stop = false;
-    const char* name = nullptr;  // null: no phase yet
+    const char* name = nullptr;  // null: no state yet
     int64_t step = 0;
-    int ticks = 0;  // of the phase: how often the worker woke up
+    int ticks = 0;  // of the state: how often the worker woke up
     std::thread worker;
 };

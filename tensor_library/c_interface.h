@@ -1,5 +1,5 @@
-// What every function of the C interface (train_gpt_kernels.h) does before and after its kernel: it checks the context,
-// turns arguments into tensors on the device, and turns exceptions into error codes.
+// The code around the kernel of every function of the C interface (train_gpt_kernels.h): it checks the context, turns
+// arguments into tensors on the device, and turns exceptions into error codes.
 #pragma once
 
 #include <memory>

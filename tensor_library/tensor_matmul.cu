@@ -36,9 +36,9 @@ struct MatmulArguments {
     int64_t tiles_m, tiles_n;
 };
 
-// What one thread loads of the tiles [LANES][BK] of an operand, tile after tile. A lane is a row of a or a column of b.
-// Neighbouring threads read contiguous memory. The packs of a thread are a fixed step apart, so one pointer and one
-// index serve all of them.
+// The elements that one thread loads of the tiles [LANES][BK] of an operand, tile after tile. A lane is a row of a or a
+// column of b. Neighbouring threads read contiguous memory. The packs of a thread are a fixed step apart, so one
+// pointer and one index serve all of them.
 template <typename S, int LANES, Layout L>
 class Fetched {
   public:

@@ -96,7 +96,7 @@ Value tuple_of(Value first, Value second) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What filters and methods share
+// Functions that filters and methods share
 
 Value strip_text(Reader& in, const Text& text, Sides sides) {
     in.meter.make(10 * text.size());  // the result, and the bounds of the characters
@@ -489,7 +489,7 @@ const std::map<std::string, Test>& tests() {
         {"none", [](Reader&, const Value& v) { return v.is_none(); }},
         {"number", [](Reader&, const Value& v) { return v.is_number(); }},
         {"odd", [](Reader& in, const Value& v) { return remainder_of(v, 2, in.name) != 0; }},
-        // What has a length and indices: in jinja2 also dictionaries, and what is undefined.
+        // Values with a length and indices: in jinja2 also dictionaries and undefined values.
         {"sequence",
          [](Reader&, const Value& v) {
              return v.is_undefined() || v.is_string() || v.is_dict() || v.is_sequence(Sequence::Kind::List) ||

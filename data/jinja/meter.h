@@ -1,4 +1,5 @@
-// What a render may use. A template is a program that somebody else wrote: it must not run for ever or fill the memory.
+// The limits of a render. A template is a program that somebody else wrote: it must not run for ever or fill the
+// memory.
 #pragma once
 
 #include <cstddef>

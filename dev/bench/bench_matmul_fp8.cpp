@@ -17,7 +17,7 @@ Stream stream() {
     return tuned;
 }
 
-// What training stores activations in.
+// The dtype in which training stores activations.
 DType activations() {
     return backend_device() == Device::CUDA ? DType::BF16 : DType::F32;
 }

@@ -40,7 +40,7 @@ void newton_schulz(benchmark::State& state, DType T) {
     report_flops(state, flops(quintic, batch, rows, columns), T);
 }
 
-// What a Muon step of n elements takes beside the iteration.
+// The arrays of a Muon step of n elements, without those of the iteration.
 struct Elements {
     BenchArray params, params_T, m, grads, updates, scalars = BenchArray::bytes(sizeof(StepScalars));
     bool is_16bit;

@@ -193,7 +193,7 @@ def make_case(folder, seed, model_and_config, B, T, ignore=False, dtype=torch.fl
         targets[torch.rand(B, T, generator=generator) < 0.3] = IGNORE
         targets[0, 0] = IGNORE  # at the edge too
 
-    # What the files hold, not what was in memory: the loaded weights enter a model that was built in float64.
+    # The weights of the files, not those that were in memory. They enter a model that was built in float64.
     loaded = model_class.from_pretrained(folder)
     torch.set_default_dtype(torch.float64)
     with Float64():

@@ -343,7 +343,7 @@ def training_conversations():
     return [[{"role": role, "content": content} for role, content in one] for one in turns]
 
 
-# What follows from one rule of the language. `m` is a list of two messages.
+# Expressions that test one rule of the language each. `m` is a list of two messages.
 SMALL = r"""
 1 + 2 * 3 - 4 // 3 % 2
 7 // -2, 7 % -2, -7 // 2, -7 % 2, 7.5 // 2, -7.5 % 2, 2 ** 10, 2 ** -1, 4 / 2
@@ -505,7 +505,7 @@ def example(tokenizer, template, messages):
             if message["role"] != "assistant":
                 continue
             prompt, turn = apply(i, True, False), apply(i + 1, False, False)
-            # What differs from the whole conversation may only follow the response.
+            # A difference from the whole conversation may only follow the response.
             response = turn.rfind(message["content"].strip()) + len(message["content"].strip())
             same = shared_prefix(turn, whole)
             if not turn.startswith(prompt) or not whole.startswith(prompt) or not len(prompt) < response <= same:

@@ -51,7 +51,7 @@ struct Driver {
 
     static OptimizerOptions default_options() {
         OptimizerOptions options;
-        for (GroupRate& rate : options.rates) rate.weight_decay = 0.1f;
+        for (GroupHyperparameters& rate : options.rates) rate.weight_decay = 0.1f;
         options.muon.newton_schulz = newton_schulz_coefficients("simple");
         return options;
     }

@@ -124,8 +124,8 @@ TEST(ChatTemplates, EndTokens) {
               "different models");
 }
 
-// What somebody writes into a message never becomes a special token, also after filters, at the border to what the
-// template writes, and where the same text holds special tokens of the template.
+// The content of a message never becomes a special token: not after filters, not at the border to the template's own
+// text, and not where the same text holds special tokens of the template.
 TEST(ChatTemplates, SpecialTokensInMessagesStayText) {
     const Tokenizer gpt2 = tokenizer_fixture("gpt2", {"<|im_start|>", "<|im_end|>"});
     const int32_t start = gpt2.encode("<|im_start|>", true)[0], end = gpt2.encode("<|im_end|>", true)[0];
@@ -143,7 +143,7 @@ TEST(ChatTemplates, SpecialTokensInMessagesStayText) {
     EXPECT_EQ(specials("{{ messages[0].content }}end|>", "<|im_"), 0);
     EXPECT_EQ(specials("<|im_{{ messages[0].content }}", "end|>"), 0);
     EXPECT_EQ(specials("{{ '<|' + messages[0].content + '|>' }}", "im_end"), 0);
-    // What a template itself puts in place of content is the template's.
+    // Text that a template itself puts in place of content is the template's.
     EXPECT_EQ(specials("{{ messages[0].content|replace('[END]', '<|im_end|>') }}", "x[END]"), 1);
 
     // SentencePiece: the text around a special token that stays text is encoded as without one.

@@ -140,8 +140,8 @@ TEST(Comm, AllGatherConcatenatesInRankOrder) {
     }
 }
 
-// What rank `from` sends to rank `to`; some blocks are empty. One is longer than MPI's transport sends in one message
-// of a reduction.
+// The length of the block that rank `from` sends to rank `to`. Some blocks are empty. One is longer than MPI's
+// transport sends in one message of a reduction.
 int64_t block(int64_t from, int64_t to) {
     return (from + to) % 3 == 2 ? 0 : from == 0 && to == 1 ? 270001 : 7 * from + 3 * to + 1;
 }

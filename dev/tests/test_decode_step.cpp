@@ -39,7 +39,7 @@ ModelOptions with(ModelOptions options, void (*change)(ModelOptions&)) {
     return options;
 }
 
-// What the families and presets add to those: each option of the extended kernel alone, and all of them.
+// Options that the families and presets add to those: each option of the extended kernel alone, and all of them.
 const std::vector<ModelOptions> EXTENDED = {
     with(LLAMA, [](ModelOptions& z) { z.qkv_bias = true; }),  // Qwen2; the plain kernel serves it
     with(LLAMA, [](ModelOptions& z) { z.qk_norm = z.qk_weights = true; }),

@@ -73,7 +73,7 @@ std::vector<float> two_steps(const ModelConfig& config, const RunShape& shape, c
 
 }  // namespace
 
-// What is recomputed, where memory is shared, and whether weights are kept changes no bit.
+// The recompute level, the overlap of lifetimes in memory and kept weights change no bit.
 TEST_P(Fp8Variants, RecomputationAndPlansGiveTheSameBits) {
     const ModelConfig config = fp8_config(GetParam());
     for (const bool delayed : {true, false}) {
@@ -236,7 +236,7 @@ TEST_F(Fp8Training, HistoryHoldsTheAmaxOfEachStep) {
 
 // The operands of a sequence have the same codes in any micro-batch: with delayed scaling because the scale is the
 // step's; with current scaling because scales are powers of two, by which only what underflows is rounded differently.
-// What is left are the orders of sums, and roundings to codes that they tip over.
+// The remaining differences are the orders of sums, and roundings to codes that they tip over.
 TEST_F(Fp8Training, MicroStepsSumToTheFullBatch) {
     for (const bool delayed : {true, false}) {
         RunShape shape = fp8_shape();

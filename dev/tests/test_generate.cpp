@@ -1,4 +1,4 @@
-// What ends a completion and which part of its text is shown; prompts in a file; the output of a batch.
+// The end of a completion and the part of its text that is shown; prompts in a file; the output of a batch.
 #include "infer/generate.h"
 
 #include <gtest/gtest.h>

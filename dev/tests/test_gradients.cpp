@@ -163,7 +163,7 @@ TEST(Gradients, StageZeroSumsWholeGroups) {
     }
 }
 
-// What is rounded when, to the bit. The numbers need more than 8 bits, and their sums are exact in fp32.
+// The roundings of each micro-step, to the bit. The numbers need more than 8 bits, and their sums are exact in fp32.
 TEST(Gradients, SumsInBf16AreRoundedAfterEachMicroStep) {
     const auto fine = [](int64_t rank, int micro_step, int64_t i) {
         return float(rank + 1) / 64 + float(i % 7 * (micro_step + 1)) + float(i % 1000) / 4096;

@@ -475,7 +475,7 @@ TEST(LinearAttentionFP32, MatchesFastTransformers) {
     expect_close("parallel", parallel.out, recurrent.out, f.out.mag, 100, 64);
 }
 
-// What comes later changes nothing before it, by a bit. In 16 bits heads of a multiple of 8 have kernels of their own.
+// Later tokens change no bit of the outputs before them. In 16 bits heads of a multiple of 8 have kernels of their own.
 TEST_P(LinearAttentionTest, FutureTokensDoNotAffectPastOutputs) {
     for (const auto& [E, T] : {std::pair<int64_t, int64_t>{20, 1300}, {24, 1300}, {128, 130}})
         for (const Type& type : {LINEAR, GATED_LINEAR}) {

@@ -125,7 +125,7 @@ void check(DType T, const Case& c, bool exact, Stream stream) {
         reference::matmul_forward(x.data(), w.data(), c.biased ? bias.data() : nullptr, n, C, Vp);
     const reference::CrossEntropy ce = reference::cross_entropy(z.value.data(), target_ids.data(), IGNORE_TARGET,
                                                                 double(head.dloss), n, V, Vp, c.softcap);
-    // What an error of a logit moves: the loss by p·error and its own error, a gradient by p·(that and its own error).
+    // An error of a logit moves the loss by p·error and its own error, a gradient by p·(that and its own error).
     std::vector<double> loss_mag = ce.losses.mag, loss_noise(size_t(n), 0.0), d_mag = ce.dlogits.mag;
     std::vector<double> d_noise = absolute(ce.dlogits.value);
     for (int64_t i = 0; i < n; i++) {

@@ -345,7 +345,7 @@ TEST(Lora, MuonUpdatesEachAdapter) {
     const ModelConfig config = variant("llama");
     const Batch batch = random_batch(config, 2, 11, 5);
     OptimizerOptions muon = Driver::default_options();
-    muon.rates = {GroupRate{1, 0}};
+    muon.rates = {GroupHyperparameters{1, 0}};
     Driver d(config, training_shape(2, 11), true, muon, OptimizerType::Muon, {}, {}, options());
     d.randomise(3);
     const Model& adapters = *d.model.adapters;

@@ -309,8 +309,8 @@ namespace {
 constexpr int64_t GELU_SIZES[][3] = {{8, 8, 8},      {64, 48, 136},   {200, 96, 80}, {128, 264, 128},
                                      {130, 64, 264}, {33, 1100, 120}, {3, 5, 7},     {65, 33, 17}};
 
-// What the library's 16-bit GELU adds to mag: it computes ½(1 + tanh u), whose error is 2u of 1 and not of the result,
-// and expect_close allows 2⁻⁸ (fp16: 2⁻¹¹) of mag for each of two roundings (docs/understand/numerics.md).
+// The addition to mag for the library's 16-bit GELU: it computes ½(1 + tanh u), whose error is 2u of 1 and not of the
+// result, and expect_close allows 2⁻⁸ (fp16: 2⁻¹¹) of mag for each of two roundings (docs/understand/numerics.md).
 double lost_digits(DType dtype) {
     return dtype == DType::BF16 ? 4 * UNIT_ROUNDOFF / 0x1p-7 : dtype == DType::F16 ? 4 * UNIT_ROUNDOFF / 0x1p-10 : 0;
 }

@@ -54,7 +54,7 @@ class PlanTest(unittest.TestCase):
                 with self.subTest(gpu=recorded["gpu"], arguments=arguments):
                     self.assertEqual(plan(arguments, "--gpu", recorded["gpu"]), printed)
 
-    # What training printed on a GPU, and the most memory that nvidia-smi saw in use there.
+    # The output of training on a GPU, and the most memory that nvidia-smi saw in use there.
     def test_runs_on_gpus(self):
         paths = glob.glob(os.path.join(FIXTURES, "*.runs.json"))
         self.assertTrue(paths)

@@ -71,7 +71,7 @@ struct Rank {
         v_arena = arena(v, s.splits_optimizer());
     }
     std::vector<UpdateSlice> slices(const ParamTable& table) const {
-        return make_update_slices(table, sharding, arenas, gradients, m_arena, v_arena, GroupRates{});
+        return make_update_slices(table, sharding, arenas, gradients, m_arena, v_arena, HyperparametersByGroup{});
     }
 };
 
@@ -139,7 +139,7 @@ TEST(Muon, RanksAgreeOnWhatTravels) {
             for (int64_t rank = 0; rank < world; rank++) {
                 const Sharding sharding{stage, rank, world};
                 const Rank r(table, sharding, false, false);
-                ranks.emplace_back(table, sharding, r.slices(table), r.m_arena, GroupRates{}, DType::F32,
+                ranks.emplace_back(table, sharding, r.slices(table), r.m_arena, HyperparametersByGroup{}, DType::F32,
                                    MuonOptions{newton_schulz_coefficients("quintic")});
                 EXPECT_EQ(muon_workspace(table, sharding, DType::F32).bytes(), bytes);
                 for (const Muon::Round& round : ranks.back().all_rounds())

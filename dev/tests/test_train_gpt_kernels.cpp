@@ -123,7 +123,7 @@ TEST_F(CInterface, ErrorsNameTheFault) {
     std::thread([] { EXPECT_STREQ(tgk_last_error(), ""); }).join();
 }
 
-// What an operation computes before it checks its tensors, such as the size of its scratch, tolerates missing ones.
+// Computations before the check of the tensors, such as the size of the scratch, tolerate missing tensors.
 TEST_F(CInterface, EveryOperationRejectsMissingTensors) {
     tgk_context* c = context;
     const tgk_tensor* none = nullptr;

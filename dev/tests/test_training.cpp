@@ -117,7 +117,8 @@ TEST(Update, MuonStepMatchesReference) {
         ModelConfig config = base_config();
         variant.apply(config);
         OptimizerOptions options = Driver::default_options();
-        options.rates = {GroupRate{1, 0.1f}, GroupRate{0.5f, 0.02f}, GroupRate{2, 0.03f}, GroupRate{0.1f, 0}};
+        options.rates = {GroupHyperparameters{1, 0.1f}, GroupHyperparameters{0.5f, 0.02f},
+                         GroupHyperparameters{2, 0.03f}, GroupHyperparameters{0.1f, 0}};
         options.muon.newton_schulz = newton_schulz_coefficients(llama ? "polar-express" : "simple");
         options.muon.scale = llama ? MuonScale::RMS : MuonScale::Spectral;
         Driver d(config, training_shape(2, 11), true, options, OptimizerType::Muon);
@@ -131,7 +132,7 @@ TEST(Update, MuonStepMatchesReference) {
             ASSERT_EQ(s.skip, 0);
             for (const Param& p : d.model.table.params) {
                 SCOPED_TRACE(p.name);
-                const GroupRate& rate = options.rates[size_t(p.rate_group)];
+                const GroupHyperparameters& rate = options.rates[size_t(p.rate_group)];
                 const double group_lr = double(s.lr) * rate.lr_scale, decay = p.decay ? rate.weight_decay : 0;
                 if (p.optimizer == OptimizerType::AdamW) {
                     const ParamArena::Span v = d.optimizer.v.span(p, 0, p.numel());

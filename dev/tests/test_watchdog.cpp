@@ -1,4 +1,4 @@
-// runtime/watchdog.h: a phase that takes too long ends the process; shorter ones do not.
+// runtime/watchdog.h: a state that takes too long ends the process; shorter ones do not.
 #include "runtime/watchdog.h"
 
 #include <gtest/gtest.h>
@@ -14,13 +14,13 @@ void pause_ms(int ms) {
     std::this_thread::sleep_for(std::chrono::milliseconds(ms));
 }
 
-TEST(WatchdogDeathTest, NamesThePhaseThatHangs) {
+TEST(WatchdogDeathTest, NamesTheStateThatHangs) {
     testing::GTEST_FLAG(death_test_style) = "threadsafe";
     EXPECT_EXIT(
         {
             Watchdog watchdog(0.2, "rank 2: ", "; remedy");
-            watchdog.phase("reading data", 11);
-            watchdog.phase("waiting for the device", 12);
+            watchdog.state("reading data", 11);
+            watchdog.state("waiting for the device", 12);
             pause_ms(20000);
         },
         testing::ExitedWithCode(1),
@@ -29,9 +29,9 @@ TEST(WatchdogDeathTest, NamesThePhaseThatHangs) {
 
 TEST(Watchdog, ProgressKeepsTheProcess) {
     Watchdog watchdog(0.5, "", "");
-    pause_ms(700);  // nothing is watched before the first phase
+    pause_ms(700);  // nothing is watched before the first state
     for (int i = 0; i < 8; i++) {
-        watchdog.phase("a phase", i);
+        watchdog.state("a state", i);
         pause_ms(100);
     }
 }
@@ -40,7 +40,7 @@ TEST(Watchdog, StoppedTimeDoesNotCount) {
     const pid_t child = fork();
     if (child == 0) {
         Watchdog watchdog(0.5, "", "");
-        watchdog.phase("a phase", 1);
+        watchdog.state("a state", 1);
         pause_ms(100);
         raise(SIGSTOP);
         pause_ms(200);
@@ -57,7 +57,7 @@ TEST(Watchdog, StoppedTimeDoesNotCount) {
 
 TEST(Watchdog, ZeroIsOff) {
     Watchdog watchdog(0, "", "");
-    watchdog.phase("a phase", 1);
+    watchdog.state("a state", 1);
     pause_ms(50);
 }
 

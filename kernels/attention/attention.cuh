@@ -1,4 +1,4 @@
-// What the attention kernels of all GPUs share: their arguments, and which query sees which keys.
+// Common code of the attention kernels of all GPUs: their arguments, and which query sees which keys.
 #pragma once
 
 #include <limits>

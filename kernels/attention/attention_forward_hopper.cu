@@ -12,7 +12,7 @@
 // The kernel is launched with 128 (D = 64) or 168 (D = 128) registers a thread (sm_90a, CUDA 13.0), which setmaxnreg
 // redistributes, and has 8 (D = 64) or 16 bytes of stack.
 //
-// What bounds its speed: at D = 64 tensor cores, exponentials and issue slots alike; at D = 128 tensor cores. K and V
+// Its speed is bound at D = 64 by tensor cores, exponentials and issue slots alike; at D = 128 by tensor cores. K and V
 // come from L2 (docs/understand/attention.md has the arithmetic).
 //
 // GPT-2 124M (B=64, T=1024, NH=12, HS=64) on an H100 SXM: ceil(1024 / 192) = 6 tiles of queries for each of (64 + 1)·12

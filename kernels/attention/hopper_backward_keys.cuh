@@ -1,4 +1,4 @@
-// What the two backward passes over keys share on Hopper GPUs: the key pass (attention_backward_hopper.cu) and the
+// Common code of the two backward passes over keys on Hopper GPUs: the key pass (attention_backward_hopper.cu) and the
 // single pass (attention_single_pass_hopper.cu). A consumer warpgroup owns 64 keys of a KV head and walks over the
 // queries of all heads that share it. It computes Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, so that Pᵀ and dSᵀ are already laid out as
 // operand A of dV += Pᵀ·dO and dK += dSᵀ·Q.

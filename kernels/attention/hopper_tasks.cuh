@@ -10,7 +10,7 @@
 
 namespace hopper {
 
-// What is cut into tiles of `rows`: the queries, or the keys.
+// The tokens that are cut into tiles of `rows`: the queries, or the keys.
 struct Tiled {
     const int32_t* cum;
     int64_t tokens;

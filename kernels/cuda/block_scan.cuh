@@ -16,7 +16,7 @@ __device__ __forceinline__ Number warp_inclusive_sum(Number x) {
     return x;
 }
 
-// What a thread knows after a scan over its block.
+// The sums that a thread has after a scan over its block.
 template <typename Number>
 struct BlockScan {
     Number before_warp;  // sum over the warps before this one

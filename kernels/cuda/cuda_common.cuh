@@ -1,4 +1,4 @@
-// What nearly every CUDA kernel uses.
+// Common code of nearly all CUDA kernels.
 //
 // T is the dtype of activations: float, bf16 or fp16. Kernels compute in fp32: they load T as floats and round once,
 // when they store. Memory is read and written in vectors of W elements, 16 bytes or a multiple. A kernel is compiled

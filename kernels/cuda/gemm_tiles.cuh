@@ -1,4 +1,4 @@
-// What persistent GEMMs in clusters share: the order of the tiles, and the release of a stage.
+// Common code of persistent GEMMs in clusters: the order of the tiles, and the release of a stage.
 #pragma once
 
 #include "kernels/cuda/cluster.cuh"

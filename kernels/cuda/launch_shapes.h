@@ -1,4 +1,4 @@
-// What decides how much scratch memory the CUDA kernels of training need: parts of their launch geometry. Host code
+// The parts of the launch geometry of training's CUDA kernels that decide how much scratch memory they need. Host code
 // only, so that the CPU build can plan for a GPU (kernels/scratch.h).
 #pragma once
 
@@ -12,8 +12,8 @@ constexpr int64_t divide_up(int64_t a, int64_t b) {
 }
 
 // --- norms: the block of the backward pass, dim3(threads, groups). A group of `threads` holds a row, one vector each.
-// What a thread keeps over all rows (weight and up to three sums for 8 columns) then takes 32 registers whatever the
-// length of the row. With more columns a thread would keep so much that too few threads could be resident.
+// The values that a thread keeps over all rows (weight and up to three sums for 8 columns) then take 32 registers
+// whatever the length of the row. With more columns a thread would keep so much that too few threads could be resident.
 struct NormBlock {
     int threads, groups, blocks_per_sm;
 };

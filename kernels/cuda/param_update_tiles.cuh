@@ -1,5 +1,5 @@
-// What the optimizers' kernels share: the segments of a launch, the loop over their elements, and how parameters are
-// loaded and stored (kernels/param_update.h).
+// Common code of the optimizers' kernels: the segments of a launch, the loop over their elements, and how parameters
+// are loaded and stored (kernels/param_update.h).
 //
 // A launch covers tiles of 2048 elements: 2 vectors of 4 for each of 256 threads. Blocks loop over tiles. A block finds
 // the segment of its tile by bisection.

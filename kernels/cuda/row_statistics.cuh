@@ -31,7 +31,7 @@ struct alignas(8) RowPart {
     float mean, m2;
 };
 
-// What a part of `count` elements adds to the M2 of the whole row.
+// The contribution of a part of `count` elements to the M2 of the whole row.
 __device__ __forceinline__ float m2_around(float row_mean, const RowPart& part, float count) {
     const float difference = part.mean - row_mean;
     return fmaf(count, difference * difference, part.m2);

@@ -1,6 +1,6 @@
-// What the parts of the fused decode step share: the matrices of a layer, how their rows are divided among blocks and
-// stages of the weight ring, and the kernel's arguments. A block owns output pairs, each two consecutive outputs of a
-// matmul. For decode_step.cu.
+// Common code of the parts of the fused decode step: the matrices of a layer, the division of their rows among blocks
+// and stages of the weight ring, and the kernel's arguments. A block owns output pairs, each two consecutive outputs of
+// a matmul. For decode_step.cu.
 #pragma once
 
 #include "kernels/activation.h"
@@ -31,7 +31,8 @@ struct Layer {
     void *k, *v;  // [slots, capacity, NKV, HS]
 };
 
-// What only the extended kernel reads of a layer (is_extended in decode_step_plan.cuh). Follows the array of layers.
+// The arguments of a layer that only the extended kernel reads (is_extended in decode_step_plan.cuh). They follow the
+// array of layers.
 struct LayerOptions {
     const float *qnorm, *knorm;  // weights of QK-norm; null: none
     int rows;                    // of a sequence in the cache

@@ -38,14 +38,14 @@ struct InferenceWeights {
     NormWeights embedding_norm;  // after the embedding; or null
 };
 
-// What may differ from layer to layer.
+// Options that may differ from layer to layer.
 struct DecodeLayer {
     bool rope = true;    // q and k are rotated if the batch has a table
     int64_t window = 0;  // 0: none; else the layer's cache is a ring of at least as many rows (decode_attention.h)
 };
 
-// What does not change from step to step. slots is that of the KV cache; capacity, the longest sequence, is its number
-// of rows in layers without a window.
+// Sizes and options that do not change from step to step. slots is that of the KV cache; capacity, the longest
+// sequence, is its number of rows in layers without a window.
 struct DecodeModel {
     int64_t layers = 0, C = 0, NH = 0, NKV = 0, HS = 0, FFN = 0, Vp = 0;  // FFN: columns of fcproj
     int64_t slots = 0, capacity = 0;

@@ -1,6 +1,6 @@
-// What the CUDA kernels of a linear layer share: its parameters, and the functions that linear.cu chooses between. Each
-// of those launches its kernel and returns true, or returns false where another one is faster or the shape is not
-// supported.
+// Common code of the CUDA kernels of a linear layer: their parameters, and the functions that linear.cu chooses
+// between. Each of those launches its kernel and returns true, or returns false where another one is faster or the
+// shape is not supported.
 #pragma once
 
 #include "kernels/cuda/cuda_common.cuh"

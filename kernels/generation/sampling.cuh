@@ -1,4 +1,4 @@
-// What the sampling kernels share: their parameters, logits under the repetition penalty, token weights, and
+// Common code of the sampling kernels: their parameters, logits under the repetition penalty, token weights, and
 // reductions over a block.
 #pragma once
 
@@ -107,7 +107,7 @@ struct TokenWeight {
     }
 };
 
-// What the filters keep of a row: tokens with a key of at least `threshold` and a weight of at least min_p.
+// The tokens of a row that the filters keep: those with a key of at least `threshold` and a weight of at least min_p.
 struct Filter {
     uint64_t threshold;
     TokenWeight weight;

@@ -1,4 +1,4 @@
-// What the CUDA kernels of linear attention share: their parameters, the work of a block, and the launchers that
+// Common code of the CUDA kernels of linear attention: their parameters, the work of a block, and the launchers that
 // linear_attention.cu calls.
 //
 //   linear_attention.cu           launch: scratch, the split over T, the order of kernels

@@ -70,7 +70,7 @@ struct ChunkedConfig {
     // Keys whose scores are computed at once. Tensor cores take more, masked ones among them: independent mma
     // instructions hide more latency than skipping masked keys saves.
     static constexpr int KEYS = FP32 ? 16 : 32, KEY_BLOCKS = CHUNK / KEYS, KEY_TILES = KEYS / 8;
-    // What the vector of the state sums, and over which of the tiles.
+    // The vector of the state: the operand that it sums, whether with weights, and its columns.
     static constexpr bool VECTOR_OF_C = RESULT == Result::DQ || RESULT == Result::DK, HAS_VECTOR = RESULT != Result::DV,
                           WEIGHTED_VECTOR = RESULT == Result::DK || RESULT == Result::QueryState;
     static constexpr int VECTOR_COLUMNS = VECTOR_OF_C ? BLOCK_M : E, VECTOR_STEPS = (VECTOR_COLUMNS + 63) / 64;

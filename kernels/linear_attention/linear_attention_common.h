@@ -1,4 +1,4 @@
-// What both backends share: the one computation that gives out and all gradients, and the constants of the op.
+// Common code of both backends: the one computation that gives out and all gradients, and the constants of the op.
 //
 // out, dq, dv and dk are the same causal computation of rows a and b (E elements) and c (M elements), with other
 // operands:

@@ -1,5 +1,5 @@
-// What the CPU's source files of linear attention share. A thread computes one result (linear_attention_common.h) for
-// one sequence and head, with its state in the caches:
+// Common code of the CPU's source files of linear attention. A thread computes one result (linear_attention_common.h)
+// for one sequence and head, with its state in the caches:
 //
 //   linear_attention_scan.cpp      token by token: state = decay·state + b cᵀ, and the row is aᵀ·state
 //   linear_attention_chunked.cpp   32 tokens at a time as four matmuls: scores = A·Bᵀ, masked;

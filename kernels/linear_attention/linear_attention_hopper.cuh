@@ -1,5 +1,6 @@
-// What the kernels for Hopper GPUs share: shared memory, the packs that a thread copies and transforms, the decays of a
-// chunk and the loop over the chunks of a split. Included by *_hopper.cu only, which are compiled for sm_90a alone.
+// Common code of the kernels for Hopper GPUs: shared memory, the packs that a thread copies and transforms, the decays
+// of a chunk and the loop over the chunks of a split. Included by *_hopper.cu only, which are compiled for sm_90a
+// alone.
 //
 // A warpgroup computes with wgmma: it has the 64 rows of a chunk, 64 columns of the result and 64 columns of the state.
 // Heads of 128 take two warpgroups.
@@ -49,8 +50,8 @@ struct Config {
     static_assert(BLOCKS<D, RESULT, NORMALISED> * (BYTES + 1024) <= 228 * 1024);
 };
 
-// What a thread works on: it copies and transforms the packs (row(i), column()), i < 4, of each tile, and holds
-// accumulators of rows row0() and row0() + 8.
+// A thread's position in the tiles: the thread copies and transforms the packs (row(i), column()), i < 4, of each tile,
+// and holds accumulators of rows row0() and row0() + 8.
 struct ThreadPosition {
     int warpgroup, warp, lane;
     __device__ __forceinline__ ThreadPosition() {

@@ -29,7 +29,7 @@ MULTIARCH void scan_read(float* out, const float* a, const float* state, const f
 
 void HeadPass::recurrent() {
     alignas(64) float a[MAX_SIZE], b[MAX_SIZE], c[MAX_SIZE], o[MAX_SIZE];
-    // What up to BLOCK recent tokens added to the state, summed apart from it.
+    // The contribution of up to BLOCK recent tokens to the state, summed apart from it.
     alignas(64) float recent[MAX_SIZE * MAX_SIZE], recent_vector[MAX_SIZE];
     const int64_t n = state.width, E = round_up(x.E), vector = round_up(state.vector_size);
     std::fill(recent, recent + x.E * n, 0.0f);

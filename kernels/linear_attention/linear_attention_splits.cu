@@ -1,5 +1,5 @@
-// What passes between the splits of a sequence: the state that each split begins with, and the gradient of the decay
-// gate, whose running sum starts again at the end of each split.
+// The values that pass between the splits of a sequence: the state that each split begins with, and the gradient of the
+// decay gate, whose running sum starts again at the end of each split.
 //
 //   kernel                           threads   registers   shared memory   blocks per SM
 //   state_passing_kernel, W = 4        256        109            0 B             2

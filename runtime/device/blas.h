@@ -19,7 +19,7 @@
 #include "runtime/device/fp8_codes.h"
 #include "runtime/device/tensor.h"
 
-// What is applied to op(a)·op(b) before it is stored. GELU is the tanh form.
+// The operation that is applied to op(a)·op(b) before it is stored. GELU is the tanh form.
 enum class GemmEpilogue : uint8_t {
     None,
     Bias,          // + bias[column]
@@ -62,7 +62,7 @@ struct GemmOperands {
     void* aux = nullptr;
     float alpha = 1, beta = 1;
     const float *inverse_scale_a = nullptr, *inverse_scale_b = nullptr;  // fp8: factors of a and b, on the device
-    // What else hopper_gemm() computes, or null. column_sums [ceil(M / HOPPER_GEMM_ROWS), N], with the gradients of
+    // Further outputs of hopper_gemm(), or null. column_sums [ceil(M / HOPPER_GEMM_ROWS), N], with the gradients of
     // GELU and ReLU²: out, before rounding, summed over the rows of each tile. act [M, N], contiguous, with the
     // gradient of SwiGLU: swiglu(aux).
     float* column_sums = nullptr;
@@ -74,7 +74,7 @@ struct GemmOperands {
     int64_t valid_columns = 0;
 };
 
-// What computes a GEMM with its epilogue.
+// The kernels that compute a GEMM with its epilogue.
 enum class GemmKernel : uint8_t {
     Library,
     Separate,  // two kernels: a GEMM, and what follows it

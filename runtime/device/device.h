@@ -10,7 +10,7 @@
 
 #include "runtime/device/tensor.h"
 
-// What a library keeps for one stream, such as a handle and a workspace.
+// The state of a library for one stream, such as a handle and a workspace.
 struct StreamLibrary {
     virtual ~StreamLibrary() = default;
 };

@@ -17,7 +17,7 @@ struct Target {
     int64_t chunk_bytes() const { return device == Device::CUDA ? int64_t(1) << 30 : int64_t(64) << 20; }
     // Memory that the library of collectives takes in a run of several ranks. Measured constants.
     int64_t comm_overhead_bytes() const;
-    // What it takes in addition once the ranks of a world use all_to_all.
+    // The memory that it takes in addition once the ranks of a world use all_to_all.
     int64_t all_to_all_bytes(int64_t world) const;
 };
 

@@ -22,7 +22,7 @@ std::vector<std::string> list_incomplete_checkpoints(const std::string& run_dir)
 // "step_00000100" → 100; -1 if the name is not of that form.
 int64_t checkpoint_step(const std::string& name);
 
-// What to do about a damaged checkpoint of a run, for the end of an error: "; remove DIR to continue from step_...", or
+// The remedy for a damaged checkpoint of a run, for the end of an error: "; remove DIR to continue from step_...", or
 // to start again if there is no earlier one.
 std::string resume_remedy(const std::string& checkpoint);
 

@@ -310,7 +310,7 @@ struct NpyDType {
 };
 constexpr NpyDType NPY_DTYPES[] = {{DType::F32, "<f4"}, {DType::F64, "<f8"}, {DType::I32, "<i4"}};
 
-// What follows `'key':` in the header's dictionary, without the blanks.
+// The text after `'key':` in the header's dictionary, without the blanks.
 std::string_view npy_value(const std::string& path, std::string_view header, const std::string& key) {
     const size_t at = header.find("'" + key + "'");
     const size_t colon = at == std::string_view::npos ? at : header.find(':', at);

@@ -69,7 +69,7 @@ class SafetensorsWriter {
     void seek(size_t tensor, int64_t byte);       // sets the position of the next write
     void write(const void* data, int64_t bytes);  // the next bytes of the data section
 
-    // What one process has written: bytes, and its contribution to each tensor's checksum.
+    // The part of the data section that one process has written: bytes, and its contribution to each tensor's checksum.
     struct Part {
         int64_t bytes = 0;
         std::vector<uint32_t> checksums;

@@ -27,7 +27,7 @@ class StateWriter {
                 const SafetensorsWriter::Metadata& metadata, const Ranks& ranks = {});
     // Writes and flushes this rank's part. Calls no collective.
     void write();
-    // What write() has written, as bytes that ranks can exchange; the same length on all.
+    // The result of write() in a form that ranks can exchange; the same length on all.
     using Part = std::vector<uint64_t>;
     Part part() const;
     // When all ranks have written: completes the files. parts: those of all ranks, one after the other.

@@ -21,7 +21,7 @@ enum class Init : uint8_t { GPT2, FanIn };
 // The value is the letter in config.json and run.toml.
 enum class AttentionType : char { Softmax = 'S', Linear = 'L', GatedLinear = 'G' };
 
-// What may differ from layer to layer.
+// The options that may differ from layer to layer.
 struct LayerConfig {
     AttentionType attention = AttentionType::Softmax;
     int64_t window = 0;  // softmax: the number of keys that a query sees, its own included; 0: all up to its own

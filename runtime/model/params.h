@@ -22,7 +22,7 @@ struct SourceTensor {
     bool transposed;
 };
 
-// What updates a parameter.
+// The optimizer of a parameter.
 enum class OptimizerType : uint8_t { AdamW, Muon };
 constexpr const char* OPTIMIZER_NAMES[] = {"adamw", "muon"};
 
