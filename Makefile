@@ -147,7 +147,7 @@ else ifeq ($(BACKEND),cpu)
 else
   $(error BACKEND is cpu or cuda, not $(BACKEND))
 endif
-# What moves bytes between processes: of runtime/communication/comm_*, which define the same, the one whose library is here. Only that
+# The transports that move bytes between processes: of runtime/communication/comm_*, which define the same, the one whose library is here. Only that
 # file and the linker need to know, so that nothing else recompiles when a library appears. oneDNN likewise: only kernels/matmul.cpp
 # calls it.
 SOURCES := $(filter-out runtime/communication/comm_%,$(SOURCES)) $(wildcard runtime/communication/comm_$(TRANSPORT).c*)
@@ -155,7 +155,7 @@ SOURCES := $(filter-out runtime/communication/comm_%,$(SOURCES)) $(wildcard runt
 LIB := $(BUILD)/libtrain_gpt.a
 DRIVER := $(BUILD)/train_gpt
 KERNEL_LIB := $(BUILD)/libtrain_gpt_kernels.so
-# What make_data.py encodes text with. It needs no kernels, so `make data` compiles little and no CUDA.
+# The text encoder of make_data.py. It needs no kernels, so `make data` compiles little and no CUDA.
 DATA_LIB := $(BUILD)/libtrain_gpt_data.so
 DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuffix .cpp,added_tokens bpe chat_template data_library \
     example splitter token_text tokenizer unicode utf8)) runtime/files/files.cpp runtime/files/json_keys.cpp

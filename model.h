@@ -138,7 +138,7 @@ struct RunShape {
     int64_t world = 1;    // ranks: their rows of the step's sums, and the padding of the parameter groups
     DType dtype = DType::F32;
     ActivationEpilogue activation_epilogue = ActivationEpilogue::Off;
-    bool adds_in_matmul = false;  // proj and fcproj add to the residual stream themselves; else the next norm does
+    bool adds_in_matmul = false;  // proj and fcproj add to the residual themselves; else the next norm does
     Fp8Options fp8;               // the linear layers of the blocks whose operands are quantised
     int64_t update_bytes = 0;     // update_workspace_bytes() of the model in training
     std::array<int64_t, NUM_LINEAR_LAYERS> lora_widths{};  // LoraTable::widths of the adapters in training; 0: none
@@ -157,7 +157,7 @@ RunShape training_shape(int64_t B, int64_t T, DType dtype = DType::F32);
 
 // The activations of one layer. BLOCK_ACTIVATIONS (driver/activations.cpp) has their shapes and lifetimes.
 struct LayerActs {
-    Tensor res1;                    // the residual stream as the block reads it
+    Tensor res1;                    // the residual as the block reads it
     Tensor mean1, rstd1, norm1;     // norm1: its output, if it comes before attention
     Tensor qkv;                     // q and k normalised and rotated, if the model does that and qk is null
     Tensor qk;                      // QK-norm with weights: q and k normalised and rotated
@@ -168,16 +168,16 @@ struct LayerActs {
     Tensor log_decay;               // gated linear attention: the log decays
     Tensor att_unnormed, rstd_att;  // gated linear attention: its output before the per-head norm, and that norm's rstd
     Tensor dlog_decay, ddecay_gate;  // gradients: of log_decay, and of the gate's logits
-    Tensor proj;                     // what attention adds to the residual stream, or norm1 reads if it comes after;
+    Tensor proj;                     // what attention adds to the residual, or norm1 reads if it comes after;
                                      // null where the matmul adds it itself. So is fcproj
-    Tensor res2;                     // the residual stream as the MLP's half of the block reads it
+    Tensor res2;                     // the residual as the MLP's half of the block reads it
     Tensor mean2, rstd2, norm2;
     Tensor fc, act;
     // fp8: the quantised inputs [inputs, N] of qkv, proj, fc and fcproj, for their weights' gradients. The activation
     // function's output exists only quantised: here, and as rows in HeadActs::fp8_rows (act is null).
     Tensor norm1_t, att_t, norm2_t, act_t;
     Tensor lora_qkv, lora_proj, lora_fc, lora_fcproj;  // LoRA: s·A·x of each linear layer's adapters
-    Tensor fcproj;  // what the MLP adds to the residual stream, or norm2 reads if it comes after
+    Tensor fcproj;  // what the MLP adds to the residual, or norm2 reads if it comes after
     Tensor dfcproj, dact, dnorm2, dproj, datt, dqkv, dnorm1;  // gradients
 };
 
@@ -195,7 +195,7 @@ struct HeadActs {
     Tensor embedded, meane, rstde;     // the norm after the embedding: its input and its statistics
     Tensor resf, normf, meanf, rstdf;  // the final norm
     Tensor logits, losses;             // of a chunk of tokens; of each token
-    Tensor dx, dnormf;                 // gradients: of the residual stream, of normf
+    Tensor dx, dnormf;                 // gradients: of the residual, of normf
     Tensor dq_sums, dkv_sums;          // of attention's gradients, for the QKV bias (AttentionGradientSums)
     Tensor scratch, forward_scratch;   // bytes
     Tensor fp8_rows, fp8_columns;      // bytes: codes of an operand by rows, [N, inputs] or [N, outputs];

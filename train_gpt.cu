@@ -86,7 +86,7 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
         }
     };
     const double weight_std = c.init_std;
-    // Each block adds to the residual stream twice. The factor keeps the stream's variance independent of the number of
+    // Each block adds to the residual twice. The factor keeps the residual's variance independent of the number of
     // layers (GPT-2, section 2.3).
     const double residual_std = weight_std / std::sqrt(2.0 * double(c.layers));
     const int64_t C = c.channels, V = c.vocab_size, q_rows = c.heads * c.head_size, kv_rows = c.kv_heads * c.head_size;

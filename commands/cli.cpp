@@ -391,7 +391,7 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
         app.add_option(name, value, description)->check(CLI::IsMember({"yes", "no"}))->group(group);
     };
     app.add_option("--layers", o.layers, "transformer blocks")->check(size)->group(group);
-    app.add_option("--channels", o.channels, "width of the residual stream")->check(size)->group(group);
+    app.add_option("--channels", o.channels, "width of the residual")->check(size)->group(group);
     app.add_option("--heads", o.heads, "query heads")->check(size)->group(group);
     app.add_option("--kv-heads", o.kv_heads, "key and value heads; must divide --heads")->check(size)->group(group);
     app.add_option("--head-size", o.head_size, "channels per head; default: channels / heads")
@@ -455,7 +455,7 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
                    "of the preset")
         ->check(CLI::IsMember({"gpt2", "fan-in"}))
         ->group(group);
-    yes_or_no("--zero-init", o.zero_init, "projections to the residual stream and an untied head start at 0");
+    yes_or_no("--zero-init", o.zero_init, "projections to the residual and an untied head start at 0");
     app.add_option(
            "--qk-norm", o.qk_norm,
            "RMSNorm of q and k before RoPE: off; plain: of each head, without weights; weights: of each head, with "

@@ -136,7 +136,7 @@ enum When : unsigned {
     NF4 = 262144,             // of a base in NF4
     ACT_READ = 524288,        // the backward pass reads act, kept or recomputed
     ACT_AGAIN = 1048576,      // SwiGLU's backward pass computes it again, in the place of dact
-    ADD_IN_MATMUL = 2097152,  // proj and fcproj add to the residual stream
+    ADD_IN_MATMUL = 2097152,  // proj and fcproj add to the residual
     ADD_IN_NORM = 4194304,    // the norm after them does
     ACT_IN_FC = 8388608,      // the matmul that computes fc writes act too, while it reads norm2
     ACT_AFTER_FC = 16777216   // a kernel of its own does
@@ -191,7 +191,7 @@ constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     {&A::ddecay_gate,  "dgate_x",     N_NKV8, MODEL, QKV,         NONE,       QKV,       KEPT,       TRAIN | GATED},
     {&A::att_t,        "att.fp8",     ATT_N,  CODES, PROJ,        NONE,       PROJ,      KEPT,       FP8},
     {&A::proj,         "proj",        N_C,    MODEL, PROJ,        NORM2,      NONE,      BLOCK,      NORM_BEFORE | ADD_IN_NORM},
-    // A norm after attention belongs to the phase that adds to the residual stream.
+    // A norm after attention belongs to the phase that adds to the residual.
     {&A::proj,         "proj",        N_C,    MODEL, PROJ,        NORM2,      NORM2,     BLOCK,      NORM_AFTER},
     {&A::rstd1,        "rstd1",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAIN | NORM_AFTER},
     {&A::res2,         "res2",        N_C,    MODEL, NORM2,       NEXT_NORM1, NORM2,     BLOCK,      ADD_IN_NORM},
@@ -467,7 +467,7 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape, int64_t l) {
 
 // Resolves options that exclude each other. GELU inside a matmul may be rounded differently from the kernel that
 // recomputes it, fp8 quantises the activation function's output itself, and adapters are added before it. Only 16-bit
-// softmax attention has a faster backward pass that is not deterministic. A matmul adds to the residual stream if its
+// softmax attention has a faster backward pass that is not deterministic. A matmul adds to the residual if its
 // output goes there as it is: not through a norm, adapters or fp8.
 RunShape effective(const ModelConfig& c, RunShape shape) {
     const bool recomputes = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;

@@ -1,5 +1,5 @@
 // The inputs of the blocks in pinned host memory (`--offload activations`). Between a block's forward and backward pass
-// its input, the residual stream, waits there; with `--recompute block` it is all that the block keeps. The copies run
+// its input, the residual, waits there; with `--recompute block` it is all that the block keeps. The copies run
 // on a stream of their own beside the computation: to the host during the block's forward pass, back during the
 // backward pass of the next block, l + 1. The last block's input stays on the device: backward begins with it.
 //

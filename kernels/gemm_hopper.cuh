@@ -106,10 +106,10 @@ __device__ __forceinline__ void produce(const Arguments& p, typename K::Shared& 
         }
 }
 
-// c = a·op(b) of a step, added to c if `adds`.
+// c = a·op(b) of a step, added to c if `accumulate`.
 template <typename K>
 __device__ __forceinline__ void multiply_step(float (&c)[MB][NT][4], typename K::Shared& shared,
-                                              RingPosition<STAGES> at, bool adds) {
+                                              RingPosition<STAGES> at, bool accumulate) {
     shared.ring.wait_full(at);
     const typename K::Stage& stage = shared.stages[at.stage];
     const uint32_t a = shared_address(stage.a), b_address = shared_address(stage.b);
@@ -121,7 +121,7 @@ __device__ __forceinline__ void multiply_step(float (&c)[MB][NT][4], typename K:
         for (int m = 0; m < MB; m++)
             wgmma_k16<bf16, false, K::B_MN_MAJOR>(
                 c[m], k_major_descriptor(a + m * 64 * PANEL_ROW_BYTES) + k_major_step<BM>(k),
-                b + (K::B_MN_MAJOR ? mn_major_step(k) : k_major_step<BN>(k)), adds || k > 0);
+                b + (K::B_MN_MAJOR ? mn_major_step(k) : k_major_step<BN>(k)), accumulate || k > 0);
     wgmma_commit();
 }
 

@@ -304,7 +304,7 @@ struct PanelRing : Position {
     }
 };
 
-// out = c + bias + aux: aux is what is added, such as the residual stream.
+// out = c + bias + aux: aux is what is added, such as the residual.
 struct StoreSum : PanelRing<1, 3, PANEL_COLUMNS> {
     static constexpr bool GATED = false, FREES_SUMS = true;
     using Ring = PanelRing<1, 3, PANEL_COLUMNS>;

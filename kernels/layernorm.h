@@ -7,7 +7,7 @@
 //   dinp = dresidual + rstd·(d − Σd/C − x̂·Σ(d·x̂)/C)      (dresidual = 0 when null)
 //   dweight (+)= Σ_n dout·x̂,  dbias (+)= Σ_n dout,  dsum (+)= Σ_n dinp
 //
-// dsum is the bias gradient of the linear layer whose output was added to the residual stream here. Computing it here
+// dsum is the bias gradient of the linear layer whose output was added to the residual here. Computing it here
 // saves that layer a pass over dinp. It sums dinp as rounded to T.
 //
 // N rows of C channels. Ba, Kiros, Hinton 2016, eq. 3-4.

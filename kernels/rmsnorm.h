@@ -10,7 +10,7 @@
 // rmsnorm_add_forward adds behind the norm instead (OLMo2): out = residual + inp·rstd·weight. Then the residual's
 // gradient is dout, and inp's that of rmsnorm_backward without dresidual.
 //
-// dsum is the bias gradient of the linear layer whose output was added to the residual stream here. Computing it here
+// dsum is the bias gradient of the linear layer whose output was added to the residual here. Computing it here
 // saves that layer a pass over dinp. It sums dinp as rounded to T.
 //
 // N rows of C channels. Zhang, Sennrich 2019, eq. 4.

@@ -65,7 +65,7 @@ if [[ -n ${PIP_CERT:-} ]]; then  # under another name: the package ca-certificat
     variables+=(PIP_CERT=/etc/pip-certificates.crt)
 fi
 
-# What runs inside: as root what makes the machine, then as the user what README.md says.
+# The commands inside: as root those that set up the machine, then as the user those of README.md.
 cat >"$tree/prepare.sh" <<'PREPARE'
 set -euo pipefail
 user=$1

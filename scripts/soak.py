@@ -2,7 +2,7 @@
 """Disturbs training runs at random and checks that nothing is lost.
 
 A round is one training run. It is started, disturbed and resumed until it is finished: with signals to the run, to one
-of its ranks or to their launcher, in each phase; on full disks; with a second run in the same directory; beside copies
+of its ranks or to their launcher, in each state; on full disks; with a second run in the same directory; beside copies
 whose files are damaged. It may continue on other ranks and in another ZeRO stage. Then its weights, its optimizer state
 and its log must be those of a run that was left alone, bit for bit.
 
@@ -32,7 +32,7 @@ STEPS, SAVE_EVERY, EVAL_EVERY = 20, 3, 2
 SEQ_LEN, BATCH, SEQUENCES = 32, 2, 24  # a step has 24 sequences, so 12 micro-steps on one rank and 4 on three
 VARIANTS = ([], ["--recompute", "block"], ["--attention", "LG", "--document-mask"])
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-PHASES = ("plan", "warm-up", "step", "evaluation", "save", "publish", "log")
+STATES = ("plan", "warm-up", "step", "evaluation", "save", "publish", "log")
 FILES = ("config.json", "trainer.json", "state.safetensors", "model.safetensors", "tokenizer.json")
 CRASHES = ("Segmentation fault", "exited on signal", "terminate called", "Sanitizer", "core dumped", "Bus error")
 
@@ -99,32 +99,32 @@ class Segment:
     def logged(self):
         return text(os.path.join(self.out, "log.jsonl"))
 
-    def in_phase(self, phase):
-        if phase == "plan":
+    def in_state(self, state):
+        if state == "plan":
             return "memory plan" in self.said()
-        if phase == "warm-up":
+        if state == "warm-up":
             return "MFU is" in self.said()
-        if phase == "step":
+        if state == "step":
             return "training tokens in" in self.said()
         if not os.path.isdir(self.out):
             return False
-        if phase == "evaluation":
+        if state == "evaluation":
             line = last_line(self.out)
             return line.get("step", 1) % EVAL_EVERY == 0 and "val_loss" not in line and self.logged() != self.log
-        if phase == "save":
+        if state == "save":
             return bool(glob.glob(os.path.join(self.out, ".tmp-step_*")))
-        if phase == "publish":
+        if state == "publish":
             return not set(harness.checkpoints(self.out)) <= self.checkpoints
         return self.logged() not in ("", self.log)
 
-    def wait_for(self, phase):
+    def wait_for(self, state):
         """False: the process ended first."""
         end = time.monotonic() + 120
-        while not self.in_phase(phase):
+        while not self.in_state(state):
             if self.process.poll() is not None:
                 return False
             if time.monotonic() > end:
-                raise Lost(f"phase {phase} does not come; its output: {self.said()[-2000:]}")
+                raise Lost(f"state {state} does not come; its output: {self.said()[-2000:]}")
             time.sleep(0.0005)
         return True
 
@@ -240,13 +240,13 @@ class Round:
             pass
 
     def signalled(self):
-        """A signal in one of the phases: to the run, to a rank or to the launcher of the ranks."""
+        """A signal in one of the states: to the run, to a rank or to the launcher of the ranks."""
         before, segment = newest_step(self.out), self.start()
-        phase, number = self.random.choice(PHASES), self.random.choice(SIGNALS)
+        state, number = self.random.choice(STATES), self.random.choice(SIGNALS)
         target = self.random.choice(("rank", "rank", "launcher")) if self.world.ranks > 1 else "rank"
-        delay = self.random.uniform(0, 0.4) if phase == "step" else self.random.uniform(0, 0.004)
+        delay = self.random.uniform(0, 0.4) if state == "step" else self.random.uniform(0, 0.004)
         twice = self.random.random() < 0.2
-        came = segment.wait_for(phase)
+        came = segment.wait_for(state)
         if came:
             time.sleep(delay)
             self.send(segment, number, target)
@@ -262,9 +262,9 @@ class Round:
             logged = max((line["step"] for line in harness.log(self.out)), default=0)
             if newest_step(self.out) != logged:
                 raise Lost(f"it logged step {logged} and saved step {newest_step(self.out)}")
-        self.say(f"{signal.Signals(number).name}{' twice' if twice else ''} to {target} in {phase}" +
+        self.say(f"{signal.Signals(number).name}{' twice' if twice else ''} to {target} in {state}" +
                  ("" if came else " came too late") + f", exit status {status}")
-        self.campaign.count[f"{signal.Signals(number).name} in {phase}"] += came
+        self.campaign.count[f"{signal.Signals(number).name} in {state}"] += came
 
     def wait_for_orphans(self, segment):
         """Ranks may outlive a launcher that was killed, for a moment."""

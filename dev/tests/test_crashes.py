@@ -154,12 +154,12 @@ class CrashesTest(BaseRunTest):
         self.assertEqual(len(outcomes), 2, outcomes)
 
     def test_step_timeout(self):
-        """A process that hangs ends with one line that names the phase. Here the file system hangs."""
+        """A process that hangs ends with one line that names the state. Here the file system hangs."""
         if sanitized():
             self.skipTest("a preloaded library and the sanitizers' run-time don't mix")
         out = os.path.join(self.top, "hangs")
         env = {"LD_PRELOAD": SHIM, "CRASH_SHIM_DIR": out, "CRASH_SHIM_MODE": "hang"}
-        phases = set()
+        states = set()
         for call in (6, 8, 12):
             shutil.rmtree(out, ignore_errors=True)
             args = self.train_args("hangs", "--steps", 4, "--save-every", 2, "--eval-every", 0, "--step-timeout", 4)
@@ -170,8 +170,8 @@ class CrashesTest(BaseRunTest):
                                  rf"\(--step-timeout\); 'train --resume --out {out}' continues from the last "
                                  "checkpoint", last)
             self.assertTrue(found, (call, last))
-            phases.add(found.group(2))
-        self.assertEqual(phases, {"writing log.jsonl", "saving a checkpoint"})
+            states.add(found.group(2))
+        self.assertEqual(states, {"writing log.jsonl", "saving a checkpoint"})
         shutil.rmtree(out)
         self.assertEqual(run(*self.train_args("hangs", "--steps", 2, "--step-timeout", 60)).returncode, 0)
 

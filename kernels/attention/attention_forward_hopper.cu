@@ -12,8 +12,8 @@
 // The kernel is launched with 128 (D = 64) or 168 (D = 128) registers a thread (sm_90a, CUDA 13.0), which setmaxnreg
 // redistributes, and has 8 (D = 64) or 16 bytes of stack.
 //
-// Its speed is bound at D = 64 by tensor cores, exponentials and issue slots alike; at D = 128 by tensor cores. K and V
-// come from L2 (docs/understand/attention.md has the arithmetic).
+// Its speed is limited by tensor cores, exponentials and issue slots alike at D = 64, by tensor cores at D = 128. K and
+// V come from L2 (docs/understand/attention.md has the arithmetic).
 //
 // GPT-2 124M (B=64, T=1024, NH=12, HS=64) on an H100 SXM: ceil(1024 / 192) = 6 tiles of queries for each of (64 + 1)·12
 // pairs of a sequence and a head (the last 12 for the tokens after the last sequence): 4,680 tasks for 132 blocks of

@@ -69,7 +69,7 @@ struct ComputingWarps {
     char* const memory;
     const Layer* const layers;
     T* const rows;      // [N, K] the input of a matmul
-    T* const residual;  // [N, C] the residual stream
+    T* const residual;  // [N, C] the residual
     const int thread, warp, lane;
     const int my_head;   // of an attention task: the thread has two channels of it
     const Slice normed;  // the warp's part of C
@@ -218,7 +218,7 @@ struct ComputingWarps {
         }
     }
 
-    // The warp's part of the input: the residual stream where a norm follows, else the input itself.
+    // The warp's part of the input: the residual where a norm follows, else the input itself.
     __device__ __forceinline__ void receive_input(const Matmul& op, const MatrixPlan& p, Slice slice) {
         const int which = op.which, from = which == QKV || which == HEAD ? FCPROJ : which - 1;
         const uint64_t* const words = which == PROJ ? a.att_words : a.matmul_words[from];
@@ -244,7 +244,7 @@ struct ComputingWarps {
                 if (n < a.N) f(n, n * a.C + first + q * Q, first + q * Q);
     }
 
-    // The warp's part of the residual stream of each sequence, normalized, to `rows`. weight: [C], then the bias.
+    // The warp's part of the residual of each sequence, normalized, to `rows`. weight: [C], then the bias.
     // OF_EMBEDDING: in place, with the bias of the norm after the embedding.
     template <bool OF_EMBEDDING = false>
     __device__ __forceinline__ void norm(const float* weight, bool has_bias) {

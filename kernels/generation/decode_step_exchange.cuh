@@ -5,7 +5,7 @@
 // epoch of the exchange in the high half. A reader polls until the epoch is right. One load returns both halves, so
 // that no fence is needed. The epoch counts layers over all steps.
 //
-// A word is written again one layer later. By then its writer has received every word of a later x, the residual stream
+// A word is written again one layer later. By then its writer has received every word of a later x, the residual
 // after PROJ or FCPROJ. A block sends its words of that x only after a barrier at which all its warps have finished
 // reading the word that is written again. That requires every block to compute a part of x: there may be no more blocks
 // than C / 2.

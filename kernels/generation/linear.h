@@ -1,5 +1,5 @@
 // A linear layer with what surrounds it in a block, for inference: the norm before it, its bias, an activation, and the
-// addition to the residual stream.
+// addition to the residual.
 //
 //   x = norm(inp)                                      x = inp without a norm
 //   y[n, o] = Σ_c x[n, c]·weight[o, c] + bias[o]

@@ -15,7 +15,7 @@ enum class Positions : uint8_t { Learned, RoPE };
 enum class Mlp : uint8_t { GELU, SwiGLU, ReLU2 };
 // RMSNorm of each head of q and k, without or with weights; of all heads of q together, and of k, with weights.
 enum class QkNorm : uint8_t { Off, Plain, Weights, AllHeads };
-// The initial weights. GPT2: normal(0, init_std), projections to the residual stream scaled by the depth. FanIn:
+// The initial weights. GPT2: normal(0, init_std), projections to the residual scaled by the depth. FanIn:
 // embeddings normal(0, 1), matrices normal(0, √(0.33/columns)), a tied embedding as a matrix (modded-nanogpt).
 enum class Init : uint8_t { GPT2, FanIn };
 // The value is the letter in config.json and run.toml.
@@ -50,7 +50,7 @@ struct ModelConfig {
     Softcap logit_softcap;
     Init init = Init::GPT2;
     double init_std = 0.02;  // standard deviation of the initial weights (Init::GPT2)
-    bool zero_init = false;  // the projections to the residual stream and an untied head start at 0
+    bool zero_init = false;  // the projections to the residual and an untied head start at 0
     std::vector<LayerConfig> layer;
     int32_t bos = -1, eos = -1;  // -1: none
 
