@@ -471,7 +471,8 @@ void block_forward(const Block& b) {
 
 }  // namespace
 
-void forward(const Pass& p) {
+void forward(const Pass& pass) {
+    const Pass p{pass.ctx, pass.model, pass.acts, pass.in};  // without gradients: its blocks are the forward pass's
     const Range range(p.ctx.profiler, "forward");
     const Model& model = p.model;
     const Activations& acts = p.acts;
@@ -953,9 +954,9 @@ void micro_step(Trainer& t, const Batch& batch, bool first, bool last, bool repl
     const Input in = upload(ctx, acts, batch, true);
     auto work = [&] {
         if (acts.fp8 && first) acts.fp8->begin_step(ctx.stream);
-        forward({ctx, t.model, acts, in});
-        backward({ctx, t.model, acts, in, &grads}, static_cast<float>(1.0 / double(t.options.total_batch_tokens)),
-                 first, last);
+        const Pass pass{ctx, t.model, acts, in, &grads};
+        forward(pass);
+        backward(pass, static_cast<float>(1.0 / double(t.options.total_batch_tokens)), first, last);
     };
     // A batch with more documents or examples than a recorded micro-step has room for needs other grids. A profiler
     // cannot time the parts of a graph. Calibration runs kernels that later steps do not.
