@@ -29,11 +29,11 @@ LoraLayer lora_layer(const Block& b, Role role) {
     if (!model.adapters) return {};
     const auto parts = model.lora->parts.find({int(role), b.l});
     if (parts == model.lora->parts.end()) return {};
-    const Tensor lora_a = model.adapters->weight(::lora_a(role), b.l),
-                 lora_b = model.adapters->weight(::lora_b(role), b.l);
+    const Tensor matrix_a = model.adapters->weight(lora_a(role), b.l),
+                 matrix_b = model.adapters->weight(lora_b(role), b.l);
     const Tensor low_rank =
-        low_rank_of(b.p.acts.forward[size_t(b.l)], role).rows(0, b.p.in.n).columns(0, lora_a.shape[0]);
-    return {lora_a, lora_b, &parts->second, low_rank, static_cast<float>(model.lora->options.scale())};
+        low_rank_of(b.p.acts.forward[size_t(b.l)], role).rows(0, b.p.in.n).columns(0, matrix_a.shape[0]);
+    return {matrix_a, matrix_b, &parts->second, low_rank, static_cast<float>(model.lora->options.scale())};
 }
 
 // Calls f(rows of B, rows of the layer's output, rows of A) for each adapter: their ranges begin, end.
