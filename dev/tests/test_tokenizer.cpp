@@ -308,7 +308,7 @@ TEST(Tokenizer, LongWordsMergeLikeShortWords) {
             size_t best = parts.size();
             for (size_t rank = 0; rank < model["merges"].size() && best == parts.size(); rank++)
                 for (size_t i = 0; i + 1 < parts.size() && best == parts.size(); i++)
-                    if (parts[i] + " " + parts[i + 1] == model["merges"][rank]) best = i;
+                    if (parts[i] + " " + parts[i + 1] == model["merges"][rank].get<std::string>()) best = i;
             if (best == parts.size()) break;
             parts[best] += parts[best + 1];
             parts.erase(parts.begin() + int64_t(best) + 1);
