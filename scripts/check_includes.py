@@ -10,6 +10,8 @@ import os
 import re
 import sys
 
+import check_words
+
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TABLE = "docs/understand/design.md"
 HEADING = "### Which directory includes which"
@@ -53,21 +55,17 @@ class Directions:
                                        for path in row[1])
 
 
-def sources(top):
-    """The C++ and CUDA files of the tree, relative to its root."""
-    for directory, below, names in os.walk(top):
-        below[:] = sorted(name for name in below if name[0] != "." and name not in ("build", "runs", "__pycache__"))
-        for name in sorted(names):
-            if name.endswith(SUFFIXES):
-                yield os.path.relpath(os.path.join(directory, name), top)
+def sources():
+    """The project's C++ and CUDA files, relative to its root; not those that it has fetched."""
+    return [name for name in check_words.tracked_files() if name.endswith(SUFFIXES)]
 
 
-def faults(top, exceptions):
+def faults(top, names, exceptions):
     """A line for each #include that is not allowed, and for each exception that nothing needs."""
     with open(os.path.join(top, TABLE), encoding="utf-8") as page:
         directions = Directions(read_table(page.read()))
     unused = {(name, header) for name, headers in exceptions.items() for header in headers}
-    for name in sources(top):
+    for name in names:
         with open(os.path.join(top, name), encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 found = INCLUDE.match(line)
@@ -85,7 +83,7 @@ def faults(top, exceptions):
 
 
 def main():
-    found = list(faults(TOP, EXCEPTIONS))
+    found = list(faults(TOP, sources(), EXCEPTIONS))
     print("\n".join(found), end="\n" if found else "")
     sys.exit(bool(found))
 

@@ -8,8 +8,9 @@ of C++: compilers see the comma operator better, but none reads all of these fil
 """
 import os
 import re
-import subprocess
 import sys
+
+from check_includes import sources
 
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Left out: comments, strings, characters, lines of the preprocessor, and what is between <<< and >>> at a launch.
@@ -88,12 +89,6 @@ def joined_statements(text):
                 found.append((text.count("\n", 0, begin) + 1, " ".join(text[begin:at].split())))
             start, commas = at + 1, []
     return found
-
-
-def sources():
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.cpp", "*.h", "*.cu",
-                             "*.cuh", "*.c"], cwd=TOP, check=True, stdout=subprocess.PIPE).stdout.decode()
-    return [name for name in listed.split("\0") if name and os.path.exists(os.path.join(TOP, name))]
 
 
 def main():

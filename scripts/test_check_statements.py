@@ -4,12 +4,13 @@ import os
 import unittest
 
 import check_statements
+import check_words
 from check_statements import joined_statements
 
 
 class StatementsTest(unittest.TestCase):
     def test_the_tree(self):
-        if not os.path.exists(os.path.join(check_statements.TOP, ".git")):
+        if not check_words.in_a_clone():
             self.skipTest("needs git and a clone, which tell the project's files from others")
         names = check_statements.sources()
         self.assertIn("train_gpt.cu", names)
