@@ -15,7 +15,7 @@
 
 #include "driver/linear_layer.h"
 #include "driver/trainer.h"
-#include "kernels/activation_functions.h"
+#include "kernels/activation.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/embedding.h"
 #include "kernels/gather_rows.h"
@@ -139,7 +139,7 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
         }
         linear(PROJ_W, l, name + "proj", {C}, q_rows, residual_std, c.proj_bias);
         norm_of_channels(NORM2_W, l, name + "norm2");
-        const Parts fc = c.mlp == Mlp::SwiGLU ? Parts{c.ffn, c.ffn} : Parts{c.ffn};
+        const Parts fc = is_gated(c.activation) ? Parts{c.ffn, c.ffn} : Parts{c.ffn};
         linear(FC_W, l, name + "fc", fc, C, weight_std, c.mlp_bias);
         linear(FCPROJ_W, l, name + "fcproj", {C}, c.ffn, residual_std, c.mlp_bias);
     }
@@ -322,19 +322,8 @@ void norm_after_forward(const Pass& p, Role role, int64_t layer, const NormActs&
     rmsnorm_add_forward(a.out, a.rstd, a.inp, residual, p.model.weight(role, layer), norm_eps(p), p.stream());
 }
 
-Activation activation_of(Mlp mlp) {
-    switch (mlp) {
-        case Mlp::GELU:
-            return Activation::GELU;
-        case Mlp::SwiGLU:
-            return Activation::SwiGLU;
-        case Mlp::ReLU2:
-            return Activation::ReLU2;
-    }
-    throw Error("activation_of: an MLP without an activation function");
-}
 Activation activation_of(const Block& b) {
-    return activation_of(b.p.model.config.mlp);
+    return b.p.model.config.activation;
 }
 
 void mlp_forward(const Block& b) {
@@ -621,11 +610,11 @@ void norm_backward(const Pass& p, Role role, int64_t layer, const NormActs& a, c
     }
 }
 
-// Where the gradient of the activation's input goes: over dact (GELU, ReLU²) or over the input (SwiGLU). If the forward
+// Where the gradient of the activation's input goes: over dact, or if it is gated over the input. If the forward
 // pass did not keep act, it is computed again and overwrites dact.
 ActivationGradient activation_gradient(const Block& b) {
     ActivationGradient d;
-    d.dpre = b.p.model.config.mlp == Mlp::SwiGLU ? b.a.fc : b.a.dact;
+    d.dpre = is_gated(activation_of(b)) ? b.a.fc : b.a.dact;
     d.dact = b.a.dact;
     if (!b.a.act) d.act = b.a.dact;
     return d;

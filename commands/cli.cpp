@@ -405,12 +405,12 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
     app.add_option("--vocab-size", o.vocab_size, "tokens in the vocabulary; default: the vocabulary of the data")
         ->check(size)
         ->group(group);
-    app.add_option("--norm", o.norm, "type of the norms")->check(CLI::IsMember({"layernorm", "rmsnorm"}))->group(group);
+    app.add_option("--norm", o.norm, "type of the norms")->check(CLI::IsMember(NORM_NAMES))->group(group);
     app.add_option("--positions", o.positions, "position encoding")
-        ->check(CLI::IsMember({"learned", "rope"}))
+        ->check(CLI::IsMember(POSITIONS_NAMES))
         ->group(group);
     app.add_option("--mlp", o.mlp, "activation function of the MLP")
-        ->check(CLI::IsMember({"gelu", "swiglu", "relu2"}))
+        ->check(CLI::IsMember(ACTIVATION_NAMES))
         ->group(group);
     yes_or_no("--bias", o.bias, "biases in the linear layers");
     yes_or_no("--tied", o.tied, "the head shares the weights of the token embedding");
@@ -453,7 +453,7 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
                    "initial weights: gpt2: normal with standard deviation 0.02, less for projections to the residual "
                    "stream; fan-in: sqrt(0.33 / inputs) for matrices, 1 for untied embeddings; default: gpt2, or that "
                    "of the preset")
-        ->check(CLI::IsMember({"gpt2", "fan-in"}))
+        ->check(CLI::IsMember(INIT_NAMES))
         ->group(group);
     yes_or_no("--zero-init", o.zero_init, "projections to the residual and an untied head start at 0");
     app.add_option(
@@ -461,7 +461,7 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
            "RMSNorm of q and k before RoPE: off; plain: of each head, without weights; weights: of each head, with "
            "one weight per channel of a head, for q and for k; all-heads: of all heads of q, and of k, together, "
            "with one weight per channel; default: that of the preset")
-        ->check(CLI::IsMember({"off", "plain", "weights", "all-heads"}))
+        ->check(CLI::IsMember(QK_NORM_NAMES))
         ->group(group);
     app.add_option("--norm-placement", o.norm_placement,
                    "norms of a block: before: x + f(norm(x)), after: x + norm(f(x)) (with --norm rmsnorm); default: "
@@ -609,16 +609,13 @@ CLI::Option* add_offload_option(CLI::App& app, std::string& offload) {
 }
 
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
-    static const std::map<std::string, Recompute> levels = {{"none", Recompute::None},
-                                                            {"activation", Recompute::Activation},
-                                                            {"norms", Recompute::Norms},
-                                                            {"block", Recompute::Block}};
     return app
         .add_option_function<std::string>(
-            "--recompute", [&recompute](const std::string& name) { recompute = levels.at(name); },
+            "--recompute",
+            [&recompute](const std::string& name) { recompute = enum_of<Recompute>(RECOMPUTE_NAMES, name); },
             "what the backward pass recomputes to save memory: nothing, the output of the MLP's activation function, "
             "the norms too, or the whole block")
-        ->check(CLI::IsMember({"none", "activation", "norms", "block"}))
+        ->check(CLI::IsMember(RECOMPUTE_NAMES))
         ->default_str("none");
 }
 

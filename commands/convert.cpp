@@ -54,10 +54,6 @@ Source open_source(const ConvertOptions& o) {
     return {model.config, model.original_config, model.directory, std::move(weights), std::move(table)};
 }
 
-DType dtype_of(const ConvertOptions& o) {
-    return o.dtype == "bf16" ? DType::BF16 : o.dtype == "fp16" ? DType::F16 : DType::F32;
-}
-
 ConvertOptions parse_convert(const Args& args) {
     ConvertOptions o;
     CLI::App app(
@@ -93,7 +89,8 @@ void run_convert(const Args& args) {
     NonFiniteTensors non_finite;
     source.weights.fetch = non_finite.watch(source.weights.fetch);
     if (is_bin(o.target)) {
-        write_llmc_model(o.target, source.config, source.table, source.weights.fetch, dtype_of(o));
+        write_llmc_model(o.target, source.config, source.table, source.weights.fetch,
+                         o.dtype.empty() ? DType::F32 : float_type(o.dtype));
         std::cerr << non_finite.warning(o.source);
         return;
     }
@@ -108,7 +105,7 @@ void run_convert(const Args& args) {
     }
     save_model_files(directory.path(), source.config, source.original_config, {source.directory});
     const auto stored_dtype = [&](const Param& p, const SourceTensor& tensor) {
-        if (!o.dtype.empty()) return dtype_of(o);
+        if (!o.dtype.empty()) return float_type(o.dtype);
         const DType dtype = source.weights.dtype(p, tensor);
         return dtype == DType::F64 ? DType::F32 : dtype;
     };

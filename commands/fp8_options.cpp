@@ -12,7 +12,7 @@ std::vector<CLI::Option*> add_fp8_options(CLI::App& app, Fp8Options& o) {
             ->default_str("model"),
         app.add_option_function<std::string>(
                "--fp8-gradients",
-               [&o](const std::string& name) { o.gradients = name == "e4m3" ? Fp8Format::E4M3 : Fp8Format::E5M2; },
+               [&o](const std::string& name) { o.gradients = enum_of<Fp8Format>(FP8_FORMAT_NAMES, name); },
                "format of the gradients of activations: e5m2 has the larger range, e4m3 the smaller rounding errors")
             ->check(CLI::IsMember({"e5m2", "e4m3"}))
             ->default_str("e5m2"),

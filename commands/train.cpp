@@ -34,14 +34,9 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
         ->check(rate);
     app.add_option("--schedule", "learning rate after the warmup; wsd: constant, then linear decay")
         ->type_name("TEXT")
-        ->check(CLI::IsMember({"cosine", "linear", "constant", "wsd"}))
+        ->check(CLI::IsMember(SCHEDULE_NAMES))
         ->default_str("cosine")
-        ->each([&o](const std::string& s) {
-            o.schedule = s == "cosine"   ? Schedule::Cosine
-                         : s == "linear" ? Schedule::Linear
-                         : s == "wsd"    ? Schedule::WSD
-                                         : Schedule::Constant;
-        });
+        ->each([&o](const std::string& name) { o.schedule = enum_of<Schedule>(SCHEDULE_NAMES, name); });
     app.add_option("--warmup", o.warmup, "steps of linear warmup; default: 5% of --steps")->check(at_least(0));
     app.add_option("--final-lr", o.final_lr, "learning rate of the last step, as a fraction of the peak")
         ->check(fraction)
@@ -157,10 +152,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         "library's default. No effect on the CPU");
     app->add_option_function<std::string>(
            "--activation-epilogue,--gelu-epilogue",
-           [&o](const std::string& s) {
-               o.activation_epilogue = s == "both"       ? ActivationEpilogue::Both
-                                       : s == "backward" ? ActivationEpilogue::Backward
-                                                         : ActivationEpilogue::Off;
+           [&o](const std::string& name) {
+               o.activation_epilogue = enum_of<ActivationEpilogue>(ACTIVATION_EPILOGUE_NAMES, name);
            },
            "with --dtype bf16: fuse the MLP's activation function into the matmul before it, and its gradient into the "
            "matmul of the backward pass (both), or only the gradient (backward), where that is faster. For GELU, "

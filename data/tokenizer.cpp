@@ -15,6 +15,7 @@
 #include "data/unicode.h"
 #include "runtime/error.h"
 #include "runtime/files/files.h"
+#include "runtime/names.h"
 
 namespace {
 
@@ -252,8 +253,10 @@ struct Tokenizer::Impl {
         const std::string otherwise = flag(step, "add_prefix_space", true) ? "always" : "never";  // the older key
         const std::string scheme =
             given(step, "prepend_scheme") ? step["prepend_scheme"].get<std::string>() : otherwise;
-        in_front = scheme == "always" ? InFront::Always : scheme == "first" ? InFront::First : InFront::Never;
-        if (in_front == InFront::Never && scheme != "never") unsupported("Metaspace with prepend_scheme ", scheme);
+        const Names<3> names = {"never", "first", "always"};
+        if (std::find(names.begin(), names.end(), scheme) == names.end())
+            unsupported("Metaspace with prepend_scheme ", scheme);
+        in_front = enum_of<InFront>(names, scheme);
     }
 
     void add_token(const std::string& token_bytes, int64_t id) {

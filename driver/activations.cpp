@@ -452,7 +452,7 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
 // recomputed.
 bool computes_act_again(const ModelConfig& c, const RunShape& shape, bool fp8) {
     const bool norm_reads_it = c.norm_after && shape.recompute == Recompute::Block;
-    return shape.training && shape.recompute >= Recompute::Activation && c.mlp == Mlp::SwiGLU && !fp8 &&
+    return shape.training && shape.recompute >= Recompute::Activation && is_gated(c.activation) && !fp8 &&
            !widest_adapter(shape) && !norm_reads_it;
 }
 
@@ -471,7 +471,7 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape, int64_t l) {
 // output goes there as it is: not through a norm, adapters or fp8.
 RunShape effective(const ModelConfig& c, RunShape shape) {
     const bool recomputes = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
-    if (recomputes && c.mlp == Mlp::GELU && shape.activation_epilogue == ActivationEpilogue::Both)
+    if (recomputes && c.activation == Activation::GELU && shape.activation_epilogue == ActivationEpilogue::Both)
         shape.activation_epilogue = ActivationEpilogue::Backward;
     shape.deterministic |= shape.dtype == DType::F32 || c.layers_of(AttentionType::Softmax) == 0;
     shape.fp8.on &= shape.training;

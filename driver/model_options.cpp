@@ -8,7 +8,7 @@
 #include "runtime/error.h"
 
 DType ModelOptions::type() const {
-    return dtype == "bf16" ? DType::BF16 : dtype == "fp16" ? DType::F16 : DType::F32;
+    return float_type(dtype);
 }
 
 void ModelOptions::check_dtype(const ModelConfig& config) const {
@@ -27,32 +27,27 @@ bool ModelOptions::any_option() const {
 
 // The options that change no size.
 void ModelOptions::change_architecture(ModelConfig& c) const {
-    if (!mlp.empty()) c.mlp = mlp == "gelu" ? Mlp::GELU : mlp == "swiglu" ? Mlp::SwiGLU : Mlp::ReLU2;
-    if (!norm.empty()) c.norm = norm == "layernorm" ? Norm::LayerNorm : Norm::RMSNorm;
+    if (!mlp.empty()) c.activation = enum_of<Activation>(ACTIVATION_NAMES, mlp);
+    if (!norm.empty()) c.norm = enum_of<Norm>(NORM_NAMES, norm);
     if (!positions.empty()) {
-        c.positions = positions == "learned" ? Positions::Learned : Positions::RoPE;
+        c.positions = enum_of<Positions>(POSITIONS_NAMES, positions);
         if (c.positions == Positions::Learned) c.rope_scaling = {};
     }
     if (!bias.empty()) c.qkv_bias = c.proj_bias = c.mlp_bias = bias == "yes";
     if (!tied.empty()) c.tied = tied == "yes";
-    if (!qk_norm.empty())
-        c.qk_norm = qk_norm == "off"       ? QkNorm::Off
-                    : qk_norm == "plain"   ? QkNorm::Plain
-                    : qk_norm == "weights" ? QkNorm::Weights
-                                           : QkNorm::AllHeads;
+    if (!qk_norm.empty()) c.qk_norm = enum_of<QkNorm>(QK_NORM_NAMES, qk_norm);
     if (!norm_placement.empty()) c.norm_after = norm_placement == "after";
     if (!embedding_norm.empty()) c.embedding_norm = embedding_norm == "yes";
     if (!head_bias.empty()) c.head_bias = head_bias == "yes";
     if (attention_scale) c.softmax_scale = *attention_scale;
-    if (!init.empty()) c.init = init == "gpt2" ? Init::GPT2 : Init::FanIn;
+    if (!init.empty()) c.init = enum_of<Init>(INIT_NAMES, init);
     if (!zero_init.empty()) c.zero_init = zero_init == "yes";
 
     Softcap& cap = c.logit_softcap;
     if (logit_softcap) cap = {cap ? cap.function : Softcap::Function::Tanh, static_cast<float>(*logit_softcap)};
     if (logit_softcap && *logit_softcap == 0) cap = {};
     require(softcap_function.empty() || cap, "--softcap-function ", softcap_function, " needs --logit-softcap");
-    if (!softcap_function.empty())
-        cap.function = softcap_function == "tanh" ? Softcap::Function::Tanh : Softcap::Function::Rsqrt;
+    if (!softcap_function.empty()) cap.function = enum_of<Softcap::Function>(SOFTCAP_NAMES, softcap_function);
 
     require((!rope_theta && !rope_fraction && rope_partial.empty()) || c.positions == Positions::RoPE,
             "--rope-theta, --rope-fraction and --rope-partial need --positions rope");

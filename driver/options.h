@@ -39,20 +39,18 @@ struct ModelOptions {
     void check_dtype(const ModelConfig& config) const;
 };
 
-// Of options that are fp32 or bf16.
-inline DType training_dtype(const std::string& name) {
-    return name == "bf16" ? DType::BF16 : DType::F32;
-}
-
 enum class Schedule : uint8_t { Cosine, Linear, Constant, WSD };
+constexpr Names<4> SCHEDULE_NAMES = {"cosine", "linear", "constant", "wsd"};
 
 // Recompute level: the activations that the backward pass recomputes instead of keeping them. Each level includes the
 // previous ones.
 enum class Recompute : uint8_t { None, Activation, Norms, Block };
+constexpr Names<4> RECOMPUTE_NAMES = {"none", "activation", "norms", "block"};
 
 // Whether the MLP's activation function is fused into the matmuls around it (16-bit training): its gradient only, or
 // both passes.
 enum class ActivationEpilogue : uint8_t { Off, Backward, Both };
+constexpr Names<3> ACTIVATION_EPILOGUE_NAMES = {"off", "backward", "both"};
 
 // Which matmuls of training are in fp8, and how their operands are scaled (driver/fp8_state.h).
 struct Fp8Options {

@@ -70,7 +70,7 @@ Snapshot snapshot_of(const Model& whole) {
 }
 
 GradientOptions gradient_options(const RunOptions& o, uint64_t seed) {
-    return {training_dtype(o.sharding.reduce_dtype), o.sharding.bucket_mib << 20, training_dtype(o.grad_dtype), seed,
+    return {float_type(o.sharding.reduce_dtype), o.sharding.bucket_mib << 20, float_type(o.grad_dtype), seed,
             o.grad_rounding == "nearest"};
 }
 
@@ -88,7 +88,7 @@ Fp8Options fp8_options(Fp8Options options, const Model& model) {
 Model model_of(const RunOptions& o, const ModelConfig& config, int64_t rank, int64_t world) {
     const DType dtype = o.model.type();
     return Model(config, {o.sharding.zero_stage, rank, world},
-                 {dtype, dtype != DType::F32 && o.master_weights, training_dtype(o.optimizer_dtype)}, o.optimizer,
+                 {dtype, dtype != DType::F32 && o.master_weights, float_type(o.optimizer_dtype)}, o.optimizer,
                  offload_options(o.offload), o.lora);
 }
 

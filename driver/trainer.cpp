@@ -117,7 +117,7 @@ Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<D
       model(model_of(options, setup.source.config, ctx.rank, ctx.world)),
       acts(setup.source.config, run_shape(options, model)),
       checkpoints(ctx, model.trained().table,
-                  {options.out, options.keep, training_dtype(options.save_dtype), options.on_save_error == "stop"}),
+                  {options.out, options.keep, float_type(options.save_dtype), options.on_save_error == "stop"}),
       asked_to_stop(static_cast<size_t>(ctx.world)),
       watchdog(options.step_timeout, str("train_gpt: train: ", ctx.world > 1 ? str("rank ", ctx.rank, ": ") : ""),
                str(" (--step-timeout); 'train --resume --out ", options.out, "' continues from the last checkpoint")) {

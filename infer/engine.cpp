@@ -21,10 +21,6 @@
 
 namespace {
 
-Activation activation(Mlp mlp) {
-    return mlp == Mlp::GELU ? Activation::GELU : mlp == Mlp::SwiGLU ? Activation::SwiGLU : Activation::ReLU2;
-}
-
 // A token that is never sampled has no bit.
 void set_bit(std::vector<int32_t>& bits, int32_t token) {
     if (size_t(token / 32) < bits.size()) bits[size_t(token / 32)] |= static_cast<int32_t>(1u << (token % 32));
@@ -319,7 +315,7 @@ void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invarian
         prepare_qk(l, qkv.rows(0, N), angles);
         attend(l);
         add_half(att, w.proj, w.norm1);
-        layer(act, hidden, norm_after ? NormWeights{} : w.norm2, w.fc, activation(config.mlp), {});
+        layer(act, hidden, norm_after ? NormWeights{} : w.norm2, w.fc, config.activation, {});
         add_half(act, w.fcproj, w.norm2);
     }
 }
@@ -598,7 +594,7 @@ DecodeModel Engine::decode_model() const {
     m.slots = options.slots;
     m.capacity = options.context;
     m.dtype = options.dtype;
-    m.activation = activation(c.mlp);
+    m.activation = c.activation;
     m.eps = static_cast<float>(c.norm_eps);
     m.scale = c.attention_scale();
     m.centred = c.norm == Norm::LayerNorm;

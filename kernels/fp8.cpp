@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/activation_functions.h"
+#include "kernels/activation.h"
 #include "kernels/cpu/cpu_loops.h"
 #include "kernels/fp8_check.h"
 
@@ -75,7 +75,7 @@ void fp8_quantise(const Fp8Output& out, Tensor inp, Stream) {
 
 void fp8_activation_forward(const Fp8Output& out, Activation f, Tensor inp, Stream stream) {
     const char* op = "fp8_activation_forward";
-    const int64_t I = check_fp8_activation(op, f, inp, DType::F32), N = inp.shape[0];
+    const int64_t I = check_activation_input(op, "inp", f, inp, DType::F32), N = inp.shape[0];
     check_fp8_output(op, out, N, I);
     std::vector<float> chunk(size_t(std::min(N, CHUNK_ROWS) * I));
     quantise_chunks(out, N, I, [&](int64_t n0, int64_t rows) {
@@ -87,7 +87,7 @@ void fp8_activation_forward(const Fp8Output& out, Activation f, Tensor inp, Stre
 
 void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Tensor dout, Tensor inp, Stream stream) {
     const char* op = "fp8_activation_backward";
-    const int64_t I = check_fp8_activation(op, f, inp, DType::F32), N = inp.shape[0], C = inp.shape[1];
+    const int64_t I = check_activation_input(op, "inp", f, inp, DType::F32), N = inp.shape[0], C = inp.shape[1];
     check_matrix(op, "dout", dout, N, I);
     check_matrix(op, "dinp", dinp, N, C, Given::Optional);
     check_fp8_output(op, out, N, C);

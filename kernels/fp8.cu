@@ -237,29 +237,34 @@ void fp8_quantise(const Fp8Output& out, Tensor inp, Stream stream) {
 }
 
 void fp8_activation_forward(const Fp8Output& out, Activation f, Tensor inp, Stream stream) {
-    using namespace mlp_activation;
     const char* op = "fp8_activation_forward";
-    const int64_t I = check_fp8_activation(op, f, inp, DType::BF16), N = inp.shape[0];
+    const int64_t I = check_activation_input(op, "inp", f, inp, DType::BF16), N = inp.shape[0];
     check_fp8_output(op, out, N, I);
     check_aligned(op, I, {inp, out.rows});
-    if (f == Activation::GELU) launch<1>(op, out, {}, N, I, GeluForward<T>{}, stream, inp);
-    if (f == Activation::ReLU2) launch<1>(op, out, {}, N, I, Relu2Forward{}, stream, inp);
-    if (f == Activation::SwiGLU)
-        launch<1>(op, out, {}, N, I, SwigluForward<T>{}, stream, inp.columns(0, I), inp.columns(I, 2 * I));
+    mlp_activation::dispatch<T>(f, [&](auto functions) {
+        using Forward = typename decltype(functions)::Forward;
+        if constexpr (mlp_activation::GATED<Forward>)
+            launch<1>(op, out, {}, N, I, Forward{}, stream, inp.columns(0, I), inp.columns(I, 2 * I));
+        else
+            launch<1>(op, out, {}, N, I, Forward{}, stream, inp);
+    });
 }
 
 void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Tensor dout, Tensor inp, Stream stream) {
-    using namespace mlp_activation;
     const char* op = "fp8_activation_backward";
-    const int64_t I = check_fp8_activation(op, f, inp, DType::BF16), N = inp.shape[0], C = inp.shape[1];
+    const int64_t I = check_activation_input(op, "inp", f, inp, DType::BF16), N = inp.shape[0], C = inp.shape[1];
     check_matrix(op, "dout", dout, N, I, Given::Required, DType::BF16);
     check_matrix(op, "dinp", dinp, N, C, Given::Optional, DType::BF16);
     check_fp8_output(op, out, N, C);
     check_aligned(op, I, {inp, dout, dinp, out.rows});
-    if (f == Activation::GELU) launch<1>(op, out, dinp, N, I, GeluBackward<T>{}, stream, dout, inp);
-    if (f == Activation::ReLU2) launch<1>(op, out, dinp, N, I, Relu2Backward{}, stream, dout, inp);
-    if (f == Activation::SwiGLU)
-        launch<2>(op, out, dinp, N, I, SwigluBackward<T>{}, stream, dout, inp.columns(0, I), inp.columns(I, 2 * I));
+    mlp_activation::dispatch<T>(f, [&](auto functions) {
+        using Functions = decltype(functions);
+        using Backward = typename Functions::Backward;
+        if constexpr (mlp_activation::GATED<typename Functions::Forward>)
+            launch<2>(op, out, dinp, N, I, Backward{}, stream, dout, inp.columns(0, I), inp.columns(I, 2 * I));
+        else
+            launch<1>(op, out, dinp, N, I, Backward{}, stream, dout, inp);
+    });
 }
 
 namespace {

@@ -12,10 +12,10 @@
 // may exceed the number of columns. Throws Error on a wrong shape, dtype or inner stride.
 #pragma once
 
-#include "kernels/activation.h"
 #include "runtime/device/device.h"
 #include "runtime/device/fp8_codes.h"
 #include "runtime/device/tensor.h"
+#include "runtime/model/activation_config.h"
 
 // The scale of a tensor and what is recorded of it, on the device.
 struct Fp8Record {
@@ -37,7 +37,7 @@ struct Fp8Output {
 // y = inp [N, C] T.
 void fp8_quantise(const Fp8Output& out, Tensor inp, Stream stream);
 
-// y [N, I] = f(inp), of kernels/gelu.h, relu2.h or swiglu.h. inp [N, I] T; for SwiGLU [N, 2·I].
+// y [N, I] = f(inp), of kernels/activation.h. inp [N, I] T; if f is gated [N, 2·I].
 void fp8_activation_forward(const Fp8Output& out, Activation f, Tensor inp, Stream stream);
 
 // y = the gradient of inp, of its shape. dinp T receives it, or null; it may be the same memory as inp, or as dout

@@ -1,7 +1,7 @@
 // The checks of the arguments of fp8.h for both backends.
 #pragma once
 
-#include "kernels/check.h"
+#include "kernels/activation_check.h"
 #include "kernels/fp8.h"
 
 inline void check_fp8_slot(const char* op, const Fp8Record& record) {
@@ -14,15 +14,6 @@ inline void check_fp8_output(const char* op, const Fp8Output& out, int64_t N, in
     check_fp8_slot(op, out.record);
     check_matrix(op, "rows", out.rows, N, C, Given::Optional, DType::U8);
     check_matrix(op, "columns", out.columns, C, N, Given::Optional, DType::U8);
-}
-
-// The inner channels of an activation function's input.
-inline int64_t check_fp8_activation(const char* op, Activation f, const Tensor& inp, DType dtype) {
-    check_matrix(op, "inp", inp, dtype);
-    require(f != Activation::None, op, ": the activation function is missing");
-    require(f != Activation::SwiGLU || inp.shape[1] % 2 == 0, op, ": inp is ", shape_string(inp),
-            ", expected an even number of columns");
-    return f == Activation::SwiGLU ? inp.shape[1] / 2 : inp.shape[1];
 }
 
 inline void check_fp8_scales(const char* op, const Tensor& scales, const Tensor& history, const Tensor& amaxes) {

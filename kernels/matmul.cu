@@ -48,6 +48,25 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
     run_gemm(op, gemm, stream);
 }
 
+// What applies an activation function, or its gradient, to a GEMM before it is stored; None: only a kernel of its own.
+struct ActivationEpilogues {
+    GemmEpilogue forward, forward_bias, backward;
+};
+
+ActivationEpilogues epilogues_of(Activation f) {
+    switch (f) {
+        case Activation::GELU:
+            return {GemmEpilogue::Gelu, GemmEpilogue::GeluBias, GemmEpilogue::GeluBackward};
+        case Activation::SwiGLU:
+            return {GemmEpilogue::Swiglu, GemmEpilogue::Swiglu, GemmEpilogue::SwigluBackward};
+        case Activation::ReLU2:
+            return {GemmEpilogue::Relu2, GemmEpilogue::Relu2, GemmEpilogue::Relu2Backward};
+        case Activation::None:
+            break;
+    }
+    return {GemmEpilogue::None, GemmEpilogue::None, GemmEpilogue::None};
+}
+
 // Whether one kernel may compute a GEMM with an activation function. hopper_gemm() and cuBLASLt require rows of 16
 // bytes. With other rows cuBLASLt would round before GELU. Its GELU is not exact to fp32, and it rejects empty
 // operands.
@@ -315,10 +334,8 @@ void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp,
         multiply(op, pre, inp, weight, false, true, false, bias, stream);
         if (out) activation_forward(f, out, pre, stream);
     };
-    if (!can_fuse({out ? out : pre, pre, inp, weight})) return separate();
-    const GemmEpilogue epilogue = f == Activation::GELU    ? (bias ? GemmEpilogue::GeluBias : GemmEpilogue::Gelu)
-                                  : f == Activation::ReLU2 ? GemmEpilogue::Relu2
-                                                           : GemmEpilogue::Swiglu;
+    const GemmEpilogue epilogue = bias ? epilogues_of(f).forward_bias : epilogues_of(f).forward;
+    if (epilogue == GemmEpilogue::None || !can_fuse({out ? out : pre, pre, inp, weight})) return separate();
     const int64_t I = pre.shape[1] / activation_inputs(f, 1);
     run_with_activation(op, gemm_with_activation(epilogue, out, I, inp, weight, true, bias, pre), separate, {}, stream);
 }
@@ -340,10 +357,9 @@ void matmul_backward_activation(Activation f, const ActivationGradient& d, Tenso
         if (d.dbias) sum_rows(op, d.dbias, d.dpre, d.accumulate, stream);
     };
     const bool act_fits = !d.act || (d.act.contiguous() && rows_aligned({d.act}));
-    if (!act_fits || !can_fuse({d.dpre, d.dact, pre, dout, weight})) return separate();
-    const GemmEpilogue epilogue = f == Activation::GELU    ? GemmEpilogue::GeluBackward
-                                  : f == Activation::ReLU2 ? GemmEpilogue::Relu2Backward
-                                                           : GemmEpilogue::SwigluBackward;
+    const GemmEpilogue epilogue = epilogues_of(f).backward;
+    const bool fusable = epilogue != GemmEpilogue::None && act_fits;
+    if (!fusable || !can_fuse({d.dpre, d.dact, pre, dout, weight})) return separate();
     Gemm gemm = gemm_with_activation(epilogue, d.dpre, d.dact.shape[1], dout, weight, false, Tensor{}, pre);
     gemm.operands.act = d.act.data;
     run_with_activation(op, gemm, separate, d, stream);

@@ -20,9 +20,9 @@
 
 #include <string>
 
-#include "kernels/activation.h"
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
+#include "runtime/model/activation_config.h"
 
 // out [M, N] = alpha·op(a)·op(b), added to out if accumulate. op(x) is x or, if transpose_x, its transpose; op(a) is
 // [M, K], op(b) is [K, N].
@@ -43,11 +43,11 @@ void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream s
 void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Tensor add, Stream stream);
 
 // A linear layer and an activation function f: pre = inp·weightᵀ + bias and out = f(pre). Both are stored, because the
-// backward pass needs pre. f is GELU, ReLU² or SwiGLU. pre [N, OC], inp [N, C], weight [OC, C], bias [OC] or null; out
-// [N, OC], for SwiGLU [N, OC/2]. Without GELU out may be null: only pre is computed, with the same bits.
+// backward pass needs pre. f: activation.h. pre [N, OC], inp [N, C], weight [OC, C], bias [OC] or null; out [N, OC], if
+// f is gated [N, OC/2]. Without GELU out may be null: only pre is computed, with the same bits.
 //
 // On a GPU, GEMMs of 16 bits apply f in their epilogue where tuning found that faster than two kernels. out has the
-// bits of {gelu,relu2,swiglu}_forward(pre), except that cuBLASLt's GELU is applied before pre is rounded.
+// bits of activation_forward(f, pre), except that cuBLASLt's GELU is applied before pre is rounded.
 void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias,
                                Stream stream);
 
@@ -55,14 +55,14 @@ void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp,
 void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, Stream stream);
 
 // The backward pass of a linear layer and of the activation function f that produced its input:
-// dpre = f'(pre) of dact = dout·weight. The gradients of GELU, ReLU² and SwiGLU: kernels/gelu.h, relu2.h, swiglu.h.
+// dpre = f'(pre) of dact = dout·weight. The gradients: activation.h.
 // Where tuning chose one kernel, dact is not rounded before it is multiplied by f'(pre). hopper_gemm() then sums dbias
 // of GELU and ReLU² before dpre is rounded; all other kernels sum what is stored.
 struct ActivationGradient {
-    Tensor dpre;  // [N, I]; for SwiGLU [N, 2·I], which may be the same memory as pre
-    Tensor dact;  // [N, I], scratch: undefined afterwards, unless it is the same memory as dpre or act
-    Tensor act;  // only of SwiGLU: [N, I], receives the bits of swiglu_forward; or null. May be the same memory as dact
-    Tensor dbias;             // fp32 [columns of dpre], or null: dpre summed over the rows
+    Tensor dpre;   // [N, I]; of a gated f [N, 2·I], which may be the same memory as pre
+    Tensor dact;   // [N, I], scratch: undefined afterwards, unless it is the same memory as dpre or act
+    Tensor act;    // only of a gated f: [N, I], receives the bits of f(pre); or null. May be the same memory as dact
+    Tensor dbias;  // fp32 [columns of dpre], or null: dpre summed over the rows
     bool accumulate = false;  // dbias is added to, else overwritten
 };
 // dout [N, OC]; weight [OC, I]; pre as dpre.

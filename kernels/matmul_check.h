@@ -1,8 +1,7 @@
 // Checks of arguments for both backends.
 #pragma once
 
-#include "kernels/activation_functions.h"
-#include "kernels/check.h"
+#include "kernels/activation_check.h"
 #include "kernels/matmul.h"
 
 struct BatchedSizes {
@@ -38,13 +37,9 @@ inline void check_added(const char* op, const Tensor& out, const Tensor& add, co
 }
 
 inline void check_activation_output(const char* op, Activation f, const Tensor& out, const Tensor& pre, DType dtype) {
-    check_matrix(op, "pre", pre, dtype);
-    require(f != Activation::None, op, ": no activation function is given");
+    const int64_t I = check_activation_input(op, "pre", f, pre, dtype);
     require(out || f != Activation::GELU, op, ": out is missing");
-    const int64_t per_output = activation_inputs(f, 1);
-    require(pre.shape[1] % per_output == 0, op, ": pre is ", dtype_name(dtype), " ", shape_string(pre),
-            ", expected an even number of columns");
-    check_matrix(op, "out", out, pre.shape[0], pre.shape[1] / per_output, Given::Optional, dtype);
+    check_matrix(op, "out", out, pre.shape[0], I, Given::Optional, dtype);
 }
 
 inline void check_activation_gradient(const char* op, Activation f, const ActivationGradient& d, const Tensor& pre,
@@ -54,7 +49,7 @@ inline void check_activation_gradient(const char* op, Activation f, const Activa
     const int64_t N = d.dact.shape[0], I = d.dact.shape[1], columns = activation_inputs(f, I);
     check_matrix(op, "pre", pre, N, columns, Given::Required, dtype);
     check_matrix(op, "dpre", d.dpre, N, columns, Given::Required, dtype);
-    require(!d.act || f == Activation::SwiGLU, op, ": act is only computed for SwiGLU");
+    require(!d.act || is_gated(f), op, ": act is computed for gated functions only");
     check_matrix(op, "act", d.act, N, I, Given::Optional, dtype);
     check_tensor(op, "dbias", d.dbias, DType::F32, {columns}, Given::Optional);
 }

@@ -38,8 +38,8 @@ ModelConfig read(const ConfigKeys& keys) {
 
 bool expresses(const ModelConfig& c) {
     return has_common_options(c) && !c.has_windows() && c.qk_norm == QkNorm::Off && c.norm == Norm::LayerNorm &&
-           c.positions == Positions::Learned && c.mlp == Mlp::GELU && c.qkv_bias && c.proj_bias && c.mlp_bias &&
-           c.kv_heads == c.heads && c.heads * c.head_size == c.channels;
+           c.positions == Positions::Learned && c.activation == Activation::GELU && c.qkv_bias && c.proj_bias &&
+           c.mlp_bias && c.kv_heads == c.heads && c.heads * c.head_size == c.channels;
 }
 
 void write(json& out, const ModelConfig& c, const json& original) {

@@ -26,7 +26,7 @@ ModelConfig read_llama_block(const ConfigKeys& keys, const LlamaDefaults& d) {
     c.norm_eps = keys.number("rms_norm_eps", d.norm_eps);
     c.positions = Positions::RoPE;
     read_rope(c, keys, d.rope);
-    c.mlp = Mlp::SwiGLU;
+    c.activation = Activation::SwiGLU;
     c.qkv_bias = c.proj_bias = c.mlp_bias = false;
     c.tied = keys.boolean("tie_word_embeddings", d.tied);
     c.vocab_size = keys.size("vocab_size", d.vocab_size);
@@ -61,7 +61,7 @@ bool has_llama_block(const ModelConfig& c, bool partial) {
     const bool rope = c.positions == Positions::RoPE && (partial || s.fraction == 1) &&
                       s.kind != RopeScaling::Kind::Truncated &&
                       (s.kind != RopeScaling::Kind::Dynamic || s.original_max_position == c.max_positions);
-    return has_common_options(c) && c.norm == Norm::RMSNorm && c.mlp == Mlp::SwiGLU && rope;
+    return has_common_options(c) && c.norm == Norm::RMSNorm && c.activation == Activation::SwiGLU && rope;
 }
 
 std::vector<TensorNames> llama_tensors() {
@@ -86,7 +86,7 @@ ModelConfig llama_block(int64_t layers, int64_t channels, int64_t heads, int64_t
     c.ffn = ffn;
     c.norm = Norm::RMSNorm;
     c.positions = Positions::RoPE;
-    c.mlp = Mlp::SwiGLU;
+    c.activation = Activation::SwiGLU;
     c.qkv_bias = c.proj_bias = c.mlp_bias = false;
     return c;
 }

@@ -23,7 +23,7 @@ ModelConfig modern(int64_t layers) {
     c.rope_scaling.kind = RopeScaling::Kind::Truncated;
     c.rope_scaling.fraction = 0.5;
     c.qk_norm = QkNorm::Plain;
-    c.mlp = Mlp::ReLU2;
+    c.activation = Activation::ReLU2;
     c.tied = false;
     c.head_bias = c.embedding_norm = c.zero_init = true;
     c.softmax_scale = 0.12;
@@ -44,25 +44,14 @@ ModelConfig modern_tiny() {
     return c;
 }
 
-// Names of the enumerators in a config of type train_gpt.
-constexpr std::array<const char*, 2> NORM_NAMES = {"layernorm", "rmsnorm"};
-constexpr std::array<const char*, 2> POSITIONS_NAMES = {"learned", "rope"};
-constexpr std::array<const char*, 3> MLP_NAMES = {"gelu", "swiglu", "relu2"};
-constexpr std::array<const char*, 3> SOFTCAP_NAMES = {"none", "tanh", "rsqrt"};
-constexpr std::array<const char*, 2> NORM_PLACEMENT_NAMES = {"before", "after"};
-constexpr std::array<const char*, 4> QK_NORM_NAMES = {"off", "plain", "weights", "all-heads"};
-
 template <typename Enum, size_t N>
-Enum read_enum(const ConfigKeys& keys, const char* key, const std::array<const char*, N>& names) {
+Enum read_enum(const ConfigKeys& keys, const char* key, const Names<N>& names) {
     const std::string value = keys.text(key, "");
-    std::string supported;
-    for (size_t i = 0; i < N; i++) {
-        if (value == names[i]) return Enum(i);
-        supported += str(i ? ", " : "", names[i]);
-    }
-    keys.demand(false, key, supported);
-    throw Error("unreachable");
+    keys.demand(std::find(names.begin(), names.end(), value) != names.end(), key, joined(names));
+    return enum_of<Enum>(names, value);
 }
+
+constexpr Names<2> NORM_PLACEMENT_NAMES = {"before", "after"};
 
 void read_layers(ModelConfig& c, const ConfigKeys& keys) {
     c.set_attention(keys.text("attention", ""));
@@ -100,7 +89,7 @@ ModelConfig read(const ConfigKeys& keys) {
     c.norm_eps = keys.number("norm_eps", 0);
     c.positions = read_enum<Positions>(keys, "positions", POSITIONS_NAMES);
     if (c.positions == Positions::RoPE) read_rope(c, keys, {10000, true, true, true});
-    c.mlp = read_enum<Mlp>(keys, "mlp", MLP_NAMES);
+    c.activation = read_enum<Activation>(keys, "mlp", ACTIVATION_NAMES);
     c.qkv_bias = flag("qkv_bias");
     c.proj_bias = flag("proj_bias");
     c.mlp_bias = flag("mlp_bias");
@@ -153,7 +142,7 @@ void write(json& out, const ModelConfig& c, const json&) {
     out["norm"] = NORM_NAMES[size_t(c.norm)];
     out["norm_eps"] = c.norm_eps;
     out["positions"] = POSITIONS_NAMES[size_t(c.positions)];
-    out["mlp"] = MLP_NAMES[size_t(c.mlp)];
+    out["mlp"] = ACTIVATION_NAMES[size_t(c.activation)];
     out["qkv_bias"] = c.qkv_bias;
     out["proj_bias"] = c.proj_bias;
     out["mlp_bias"] = c.mlp_bias;

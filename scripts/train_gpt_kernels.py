@@ -509,7 +509,7 @@ class Kernels:
         dx, result = self._out(None, gate.shape, gate)
         return self._run("decay_gate_backward", [], [dx, dgate, gate], [], result)
 
-    # --- RoPE (kernels/rope.h), activations (kernels/gelu.h, kernels/swiglu.h)
+    # --- RoPE (kernels/rope.h), activations (kernels/activation.h)
 
     def rope_table(self, positions, rotary_size, theta=10000.0):
         """cos and sin for positions 0 … positions − 1: float32 [positions, rotary_size/2, 2], in host memory."""

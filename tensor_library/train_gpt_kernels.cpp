@@ -6,10 +6,10 @@
 #include <array>
 #include <cstring>
 
+#include "kernels/activation.h"
 #include "kernels/adamw.h"
 #include "kernels/attention/attention.h"
 #include "kernels/check.h"
-#include "kernels/gelu.h"
 #include "kernels/generation/topk.h"
 #include "kernels/layernorm.h"
 #include "kernels/linear_attention/decay_gate.h"
@@ -19,7 +19,6 @@
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
 #include "kernels/softmax.h"
-#include "kernels/swiglu.h"
 #include "tensor_library/c_interface.h"
 #include "tensor_library/tensor_ops.h"
 
@@ -375,23 +374,25 @@ int tgk_rope(tgk_context* context, const tgk_tensor* x, const tgk_tensor* positi
 
 int tgk_gelu_forward(tgk_context* context, const tgk_tensor* out, const tgk_tensor* inp) {
     return call("tgk_gelu_forward", context, 1, {out, inp},
-                [&](Tensors& t, tgk_context& c) { gelu_forward(t[0], t[1], c.stream); });
+                [&](Tensors& t, tgk_context& c) { activation_forward(Activation::GELU, t[0], t[1], c.stream); });
 }
 
 int tgk_gelu_backward(tgk_context* context, const tgk_tensor* dinp, const tgk_tensor* dout, const tgk_tensor* inp) {
-    return call("tgk_gelu_backward", context, 1, {dinp, dout, inp},
-                [&](Tensors& t, tgk_context& c) { gelu_backward(t[0], t[1], t[2], c.stream); });
+    return call("tgk_gelu_backward", context, 1, {dinp, dout, inp}, [&](Tensors& t, tgk_context& c) {
+        activation_backward(Activation::GELU, t[0], {}, t[1], t[2], c.stream);
+    });
 }
 
 int tgk_swiglu_forward(tgk_context* context, const tgk_tensor* out, const tgk_tensor* gate_up) {
     return call("tgk_swiglu_forward", context, 1, {out, gate_up},
-                [&](Tensors& t, tgk_context& c) { swiglu_forward(t[0], t[1], c.stream); });
+                [&](Tensors& t, tgk_context& c) { activation_forward(Activation::SwiGLU, t[0], t[1], c.stream); });
 }
 
 int tgk_swiglu_backward(tgk_context* context, const tgk_tensor* dgate_up, const tgk_tensor* dout,
                         const tgk_tensor* gate_up) {
-    return call("tgk_swiglu_backward", context, 1, {dgate_up, dout, gate_up},
-                [&](Tensors& t, tgk_context& c) { swiglu_backward(t[0], {}, t[1], t[2], c.stream); });
+    return call("tgk_swiglu_backward", context, 1, {dgate_up, dout, gate_up}, [&](Tensors& t, tgk_context& c) {
+        activation_backward(Activation::SwiGLU, t[0], {}, t[1], t[2], c.stream);
+    });
 }
 
 int tgk_adamw_update(tgk_context* context, const tgk_tensor* params, const tgk_tensor* m, const tgk_tensor* v,

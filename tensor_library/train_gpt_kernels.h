@@ -177,7 +177,7 @@ TGK_API int tgk_decay_gate_forward(tgk_context*, const tgk_tensor* gate, const t
 TGK_API int tgk_decay_gate_backward(tgk_context*, const tgk_tensor* dx, const tgk_tensor* dgate,
                                     const tgk_tensor* gate);
 
-/* --- RoPE (rope.h), activations (gelu.h, swiglu.h) */
+/* --- RoPE (rope.h), activations (activation.h) */
 
 /* table [positions, R/2, 2] fp32 in host memory: cos and sin, without scaling */
 TGK_API int tgk_rope_table(const tgk_tensor* table, double theta);

@@ -58,11 +58,24 @@ class Parser {
         return found;
     }
     std::string shown() const {
-        const TokenType type = peek().type;
-        return type == TokenType::BlockEnd    ? "%}"
-               : type == TokenType::OutputEnd ? "}}"
-               : type == TokenType::End       ? "the end of the template"
-                                              : "'" + peek().text + "'";
+        switch (peek().type) {
+            case TokenType::BlockEnd:
+                return "%}";
+            case TokenType::OutputEnd:
+                return "}}";
+            case TokenType::End:
+                return "the end of the template";
+            case TokenType::Text:
+            case TokenType::BlockBegin:
+            case TokenType::OutputBegin:
+            case TokenType::Name:
+            case TokenType::String:
+            case TokenType::Integer:
+            case TokenType::Float:
+            case TokenType::Operator:
+                break;
+        }
+        return "'" + peek().text + "'";
     }
     void expect_operator(std::string_view text) {
         if (!skip_operator(text)) fail(str("'", text, "' is missing before ", shown()));

@@ -1,13 +1,13 @@
 // The matmuls of linear layers, forward and backward, and on the CPU the built-in GEMM beside the library. On a GPU:
 // the layers of GPT-2 124M, 350M and 1558M and of a LLaMA of 1.2B parameters, heads in chunks of 8,192 tokens, with
-// tuned algorithms; with activation functions in the epilogue. bench_gelu, bench_relu2 and bench_swiglu time them
+// tuned algorithms; with activation functions in the epilogue. bench_activation times them
 // alone.
 #include "kernels/matmul.h"
 
 #include <functional>
 
 #include "dev/bench/bench_util.h"
-#include "kernels/activation_functions.h"
+#include "kernels/activation.h"
 #include "runtime/device/blas_stream.h"
 #ifndef USE_CUDA
 #include "kernels/cpu/gemm_blocked.h"

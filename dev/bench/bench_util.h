@@ -7,7 +7,7 @@
 //     void forward(benchmark::State& state, DType T) {
 //         const int64_t N = state.range(0), C = state.range(1);
 //         const BenchArray out(T, {N, C}), inp(T, {N, C});
-//         run_bench(state, [&] { gelu_forward(out, inp, Stream{}); });
+//         run_bench(state, [&] { activation_forward(Activation::GELU, out, inp, Stream{}); });
 //         report_bytes(state, 2.0 * out.bytes());
 //     }
 //     BENCH(forward, {"N", "C"}, {{256, 3072}, {4096, 3072}}, {{65536, 3072}});

@@ -16,6 +16,7 @@
 
 #include "kernels/muon.h"
 #include "kernels/rope.h"
+#include "runtime/model/activation_config.h"
 #include "runtime/model/softcap_config.h"
 #include "runtime/rng.h"
 #include "tensor_library/tensor_ops.h"
@@ -401,6 +402,35 @@ inline Values swiglu_backward(const double* dout, const double* gate_up, int64_t
             d.set(at + I, {g * gate * s.value.value, fabs(g * gate) * s.value.mag + UNDERFLOW_MAG});
         }
     return d;
+}
+
+// out [N, I]; inp as activation.h says.
+inline Values activation_forward(Activation f, const double* inp, int64_t N, int64_t I) {
+    switch (f) {
+        case Activation::GELU:
+            return gelu_forward(inp, N * I);
+        case Activation::ReLU2:
+            return relu2_forward(inp, N * I);
+        case Activation::SwiGLU:
+            return swiglu_forward(inp, N, I);
+        case Activation::None:
+            break;
+    }
+    throw Error("reference: no activation function");
+}
+
+inline Values activation_backward(Activation f, const double* dout, const double* inp, int64_t N, int64_t I) {
+    switch (f) {
+        case Activation::GELU:
+            return gelu_backward(dout, inp, N * I);
+        case Activation::ReLU2:
+            return relu2_backward(dout, inp, N * I);
+        case Activation::SwiGLU:
+            return swiglu_backward(dout, inp, N, I);
+        case Activation::None:
+            break;
+    }
+    throw Error("reference: no activation function");
 }
 
 // A softcap's f and f'. tanh is computed as (1 − e)/(1 + e): its error near 0 is that of 1. An error u of the exponent

@@ -139,7 +139,7 @@ class GradientPass {
         detail::add(x, linear(name + "proj", a.att, Q, C));
         a.norm2 = norm(name + "norm2", x);
         a.fc = linear(name + "fc", a.norm2.out, C, c.fc_channels());
-        a.act = activation(c, a.fc, N);
+        a.act = activation_forward(c.activation, a.fc.data(), N, c.ffn).value;
         detail::add(x, linear(name + "fcproj", a.act, c.ffn, C));
         return a;
     }
@@ -149,9 +149,7 @@ class GradientPass {
         const std::string name = str("layers.", l, ".");
         const int64_t C = c.channels, Q = c.heads * c.head_size, K = c.kv_heads * c.head_size, width = Q + 2 * K;
         const Array dact = linear_gradient(name + "fcproj", a.act, dx, c.ffn, C);
-        const Array dfc = c.mlp == Mlp::GELU    ? gelu_backward(dact.data(), a.fc.data(), N * c.ffn).value
-                          : c.mlp == Mlp::ReLU2 ? relu2_backward(dact.data(), a.fc.data(), N * c.ffn).value
-                                                : swiglu_backward(dact.data(), a.fc.data(), N, c.ffn).value;
+        const Array dfc = activation_backward(c.activation, dact.data(), a.fc.data(), N, c.ffn).value;
         const Array dnorm2 = linear_gradient(name + "fc", a.norm2.out, dfc, C, c.fc_channels());
         dx = norm_gradient(name + "norm2", a.norm2, dnorm2, dx.data());
 

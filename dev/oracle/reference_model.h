@@ -78,18 +78,6 @@ inline std::vector<double> linear(const Weights& weights, const std::string& nam
     return matmul_forward(x.data(), get(weights, name + ".weight"), find(weights, name + ".bias"), N, C, OC).value;
 }
 
-inline std::vector<double> activation(const ModelConfig& c, const std::vector<double>& fc, int64_t N) {
-    switch (c.mlp) {
-        case Mlp::GELU:
-            return gelu_forward(fc.data(), N * c.ffn).value;
-        case Mlp::ReLU2:
-            return relu2_forward(fc.data(), N * c.ffn).value;
-        case Mlp::SwiGLU:
-            return swiglu_forward(fc.data(), N, c.ffn).value;
-    }
-    throw Error("reference model: not an MLP type");
-}
-
 // linear: features elu + 1, normalised. gated_linear: neither, but a log decay for each token and KV head, and an
 // RMSNorm of each head afterwards. inp: the input of the QKV projection.
 inline std::vector<double> linear_attention(const ModelConfig& c, const Weights& weights, const std::string& layer,
@@ -168,7 +156,9 @@ inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, c
                                             : linear_attention(c, weights, layer, inp, q, k, v, cum_seqlens);
         add(x, after(layer + "norm1", linear(weights, layer + "proj", att, N, Q, C)));
         const std::vector<double> fc = linear(weights, layer + "fc", before(layer + "norm2", x), N, C, c.fc_channels());
-        add(x, after(layer + "norm2", linear(weights, layer + "fcproj", activation(c, fc, N), N, c.ffn, C)));
+        add(x,
+            after(layer + "norm2", linear(weights, layer + "fcproj",
+                                          activation_forward(c.activation, fc.data(), N, c.ffn).value, N, c.ffn, C)));
     }
     ModelOutput out;
     out.logits =

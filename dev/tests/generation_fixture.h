@@ -75,7 +75,7 @@ inline ModelConfig long_config(const std::string& attention = "SS") {
     c.head_size = 8;  // whole 16 bytes in any dtype: some GPUs have a fused decode step for up to 8 sequences
     c.norm = Norm::RMSNorm;
     c.positions = Positions::RoPE;
-    c.mlp = Mlp::SwiGLU;
+    c.activation = Activation::SwiGLU;
     c.kv_heads = 2;
     c.max_positions = 64;
     return c;

@@ -190,20 +190,20 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
      }},
     {"rmsnorm_learned_relu2",
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
-         c.mlp = Mlp::ReLU2;
+         c.activation = Activation::ReLU2;
          c.kv_heads = 1;
      }},
     {"layernorm_rope_swiglu_bias",
      [](ModelConfig& c) {
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.head_size = 10;
          c.tied = false;
      }},
@@ -224,7 +224,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.set_attention("GL");
      }},
@@ -237,7 +237,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::ReLU2;
+         c.activation = Activation::ReLU2;
          c.kv_heads = 2;
          c.proj_bias = false;
          c.rope_scaling.kind = RopeScaling::Kind::Linear;
@@ -253,7 +253,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
          c.qk_norm = QkNorm::Weights;
@@ -280,7 +280,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
          c.qk_norm = QkNorm::AllHeads;
@@ -311,7 +311,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.proj_bias = c.mlp_bias = false;
      }},
@@ -319,7 +319,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.qkv_bias = c.proj_bias = c.mlp_bias = false;
          c.layer[1].rope = false;
@@ -329,7 +329,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::ReLU2;
+         c.activation = Activation::ReLU2;
          c.head_size = 8;
          c.tied = false;
          c.rope_theta = 1024;
@@ -350,7 +350,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.head_size = 10;
          c.rope_scaling.fraction = 0.45;
@@ -370,7 +370,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
          c.layer[0].window = 3;
@@ -389,7 +389,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.head_size = 16;
          c.layer[0].window = 4;
@@ -399,7 +399,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.head_size = 16;
          c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
@@ -408,7 +408,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::ReLU2;
+         c.activation = Activation::ReLU2;
          c.head_size = 16;
          c.qk_norm = QkNorm::Plain;
      }},
@@ -416,7 +416,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.head_size = 16;
          c.qk_norm = QkNorm::Weights;
@@ -425,7 +425,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.head_size = 16;
          c.qk_norm = QkNorm::AllHeads;
@@ -435,7 +435,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::ReLU2;
+         c.activation = Activation::ReLU2;
          c.head_size = 16;
          c.tied = false;
          c.rope_theta = 1024;
@@ -450,7 +450,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.head_size = 16;
          c.rope_scaling.fraction = 0.5;
@@ -461,7 +461,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm;
          c.positions = Positions::RoPE;
-         c.mlp = Mlp::SwiGLU;
+         c.activation = Activation::SwiGLU;
          c.kv_heads = 2;
          c.head_size = 16;
          c.set_attention("GL");

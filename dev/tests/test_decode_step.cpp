@@ -220,14 +220,8 @@ std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& sequen
                                            double(f.model().scale));
             }
         add(x, matmul(att, b.proj, Q, z.C));
-        const bool swiglu = z.activation == Activation::SwiGLU;
-        std::vector<double> act = matmul(norm(x, b.norm2), b.fc, z.C, swiglu ? 2 * z.FFN : z.FFN);
-        if (swiglu)
-            act = reference::swiglu_forward(act.data(), n, z.FFN).value;
-        else if (z.activation == Activation::GELU)
-            act = reference::gelu_forward(act.data(), n * z.FFN).value;
-        else
-            act = reference::relu2_forward(act.data(), n * z.FFN).value;
+        std::vector<double> act = matmul(norm(x, b.norm2), b.fc, z.C, activation_inputs(z.activation, z.FFN));
+        act = reference::activation_forward(z.activation, act.data(), n, z.FFN).value;
         add(x, matmul(act, b.fcproj, z.FFN, z.C));
     }
     const std::vector<double> last = norm(x, f.weights.normf);

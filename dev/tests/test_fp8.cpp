@@ -7,9 +7,7 @@
 #include <limits>
 
 #include "dev/tests/test_util.h"
-#include "kernels/gelu.h"
-#include "kernels/relu2.h"
-#include "kernels/swiglu.h"
+#include "kernels/activation.h"
 
 namespace {
 
@@ -139,9 +137,7 @@ void expect_quantised(const Quantised& q, const std::vector<double>& x) {
     EXPECT_EQ(q.recorded(), counts);
 }
 
-Activation activation_of(int i) {
-    return i == 0 ? Activation::GELU : i == 1 ? Activation::SwiGLU : Activation::ReLU2;
-}
+constexpr Activation ACTIVATIONS[] = {Activation::GELU, Activation::SwiGLU, Activation::ReLU2};
 
 }  // namespace
 
@@ -267,41 +263,36 @@ TEST(Fp8, RecordsOverSeveralCalls) {
 
 // The functions that produce an operand give the bits of two kernels: one that stores it, one that quantises it.
 TEST(Fp8, ActivationForwardIsThatOfTwoKernels) {
-    for (int i = 0; i < 3; i++)
+    for (const Activation function : ACTIVATIONS)
         for (const Fp8Format f : FORMATS)
             for (const auto& [N, I] : {std::pair<int64_t, int64_t>{5, 16}, {144, 208}}) {
-                SCOPED_TRACE(str("activation ", i, " N ", N, " I ", I));
-                const int64_t inputs = activation_of(i) == Activation::SwiGLU ? 2 * I : I;
+                SCOPED_TRACE(str(ACTIVATION_NAMES[size_t(function)], " N ", N, " I ", I));
+                const int64_t inputs = activation_inputs(function, I);
                 const TestArray inp = TestArray::random(T, {N, inputs}, 1, 2), y = TestArray::poisoned(T, {N, I});
-                if (i == 0) gelu_forward(y, inp, Stream{});
-                if (i == 1) swiglu_forward(y, inp, Stream{});
-                if (i == 2) relu2_forward(y, inp, Stream{});
+                activation_forward(function, y, inp, Stream{});
                 const Quantised q(f, N, I, 16);
-                fp8_activation_forward(q.out, activation_of(i), inp, Stream{});
+                fp8_activation_forward(q.out, function, inp, Stream{});
                 expect_quantised(q, y.fetch());
             }
 }
 
 TEST(Fp8, ActivationBackwardIsThatOfTwoKernels) {
-    for (int i = 0; i < 3; i++)
+    for (const Activation function : ACTIVATIONS)
         for (const Fp8Format f : FORMATS)
             for (const auto& [N, I] : {std::pair<int64_t, int64_t>{5, 16}, {144, 208}}) {
-                SCOPED_TRACE(str("activation ", i, " N ", N, " I ", I));
-                const bool swiglu = activation_of(i) == Activation::SwiGLU;
-                const int64_t C = swiglu ? 2 * I : I;
+                SCOPED_TRACE(str(ACTIVATION_NAMES[size_t(function)], " N ", N, " I ", I));
+                const int64_t C = activation_inputs(function, I);
                 const TestArray inp = TestArray::random(T, {N, C}, 1, 2), dout = TestArray::random(T, {N, I}, 2);
                 const TestArray dinp = TestArray::poisoned(T, {N, C}), stored = TestArray::poisoned(T, {N, C});
-                if (i == 0) gelu_backward(dinp, dout, inp, Stream{});
-                if (i == 1) swiglu_backward(dinp, {}, dout, inp, Stream{});
-                if (i == 2) relu2_backward(dinp, dout, inp, Stream{});
+                activation_backward(function, dinp, {}, dout, inp, Stream{});
                 const Quantised q(f, N, C, 16), with_dinp(f, N, C, 16), in_place(f, N, C, 16);
-                fp8_activation_backward(q.out, {}, activation_of(i), dout, inp, Stream{});
+                fp8_activation_backward(q.out, {}, function, dout, inp, Stream{});
                 expect_quantised(q, dinp.fetch());
-                fp8_activation_backward(with_dinp.out, stored, activation_of(i), dout, inp, Stream{});
+                fp8_activation_backward(with_dinp.out, stored, function, dout, inp, Stream{});
                 expect_quantised(with_dinp, dinp.fetch());
                 expect_same_bits("dinp", stored.fetch(), dinp.fetch());
-                const TestArray& over = swiglu ? inp : dout;
-                fp8_activation_backward(in_place.out, over, activation_of(i), dout, inp, Stream{});
+                const TestArray& over = is_gated(function) ? inp : dout;
+                fp8_activation_backward(in_place.out, over, function, dout, inp, Stream{});
                 expect_quantised(in_place, dinp.fetch());
                 expect_same_bits("in place", over.fetch(), dinp.fetch());
             }
@@ -382,7 +373,7 @@ TEST(Fp8Arguments, InvalidArgumentsAreErrors) {
     out.record.scale = {};
     expect_error([&] { fp8_quantise(out, inp, Stream{}); }, "fp8_quantise: scale is missing");
     expect_error([&] { fp8_activation_forward(q.out, Activation::None, inp, Stream{}); },
-                 "fp8_activation_forward: the activation function is missing");
+                 "fp8_activation_forward: no activation function is given");
     expect_error(
         [&] {
             fp8_set_scale({q.scale, {}, {}}, Fp8Format::E4M3, 0, Stream{});

@@ -4,7 +4,7 @@
 
 #include "dev/oracle/reference.h"
 #include "dev/tests/test_util.h"
-#include "kernels/activation_functions.h"
+#include "kernels/activation.h"
 #include "kernels/matmul.h"
 #include "runtime/device/blas_stream.h"
 #ifdef HAVE_SM90A
@@ -151,7 +151,7 @@ TEST_P(HopperGemm, ActivationGradientsMatchOracle) {
                 const Gapped pre(N, C, 3, 2), dpre(N, C);
                 const TestArray dact = TestArray::poisoned(T, {N, I}), act = TestArray::poisoned(T, {N, I});
                 const TestArray dbias = accumulate ? TestArray::random({C}, 5) : TestArray::poisoned({C});
-                const bool gated = f == Activation::SwiGLU, keeps = gated && accumulate;
+                const bool gated = is_gated(f), keeps = gated && accumulate;
                 matmul_backward_activation(
                     f, {dpre.view(), dact, keeps ? act.tensor() : Tensor{}, dbias.tensor(), accumulate}, dout, weight,
                     pre.view(), stream);
@@ -161,9 +161,7 @@ TEST_P(HopperGemm, ActivationGradientsMatchOracle) {
                     reference::matmul_backward_input(dout.data(), weight.data(), nullptr, N, I, OC);
                 const std::vector<double> x = pre.values();
                 const auto gradient = [&](const std::vector<double>& of) {
-                    return f == Activation::GELU    ? reference::gelu_backward(of.data(), x.data(), N * I)
-                           : f == Activation::ReLU2 ? reference::relu2_backward(of.data(), x.data(), N * I)
-                                                    : reference::swiglu_backward(of.data(), x.data(), N, I);
+                    return reference::activation_backward(f, of.data(), x.data(), N, I);
                 };
                 const reference::Values ref = gradient(d.value), of_errors = gradient(d.mag);
                 expect_close("dpre", dpre.fetch(), ref.value, of_errors.mag, OC, C, T);
@@ -185,7 +183,7 @@ TEST_P(HopperGemm, ActivationGradientsMatchOracle) {
                     expect_close("dbias", dbias.fetch(), sum, mag, N + OC, C);
                 if (!keeps) continue;
                 const TestArray expected = TestArray::poisoned(T, {N, I});
-                swiglu_forward(expected, pre.view(), stream);
+                activation_forward(Activation::SwiGLU, expected, pre.view(), stream);
                 expect_same_bits("act", act.fetch(), expected.fetch());
             }
 }
@@ -216,7 +214,7 @@ TEST(HopperGemmClusters, ActWithGapsHasTheSameBits) {
     const TestArray dact = TestArray::poisoned(T, {N, I}), expected = TestArray::poisoned(T, {N, I});
     const Gapped act(N, I);
     matmul_backward_activation(Activation::SwiGLU, {dpre, dact, act.view(), {}, false}, dout, weight, pre, on);
-    swiglu_forward(expected, pre, on);
+    activation_forward(Activation::SwiGLU, expected, pre, on);
     expect_same_bits("act", act.fetch(), expected.fetch());
 }
 

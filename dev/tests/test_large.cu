@@ -6,16 +6,15 @@
 // run_tests.py: alone on a GPU, because it needs most of the GPU's memory.
 #include "dev/oracle/reference.h"
 #include "dev/tests/test_util.h"
+#include "kernels/activation.h"
 #include "kernels/adamw.h"
 #include "kernels/attention/attention.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/embedding.h"
-#include "kernels/gelu.h"
 #include "kernels/layernorm.h"
 #include "kernels/matmul.h"
 #include "kernels/muon.h"
-#include "kernels/swiglu.h"
 #include "runtime/device/blas_stream.h"
 #include "runtime/device/convert_dtype.h"
 #include "tensor_library/tensor_ops.h"
@@ -205,14 +204,14 @@ TEST(Large, Elementwise) {
     LargeArray inp(DType::BF16, {N, C}), dout(DType::BF16, {N, C}), out(DType::BF16, {N, C});
     inp.fill(1, 4);
     dout.fill(2, 1);
-    gelu_forward(out, inp, Stream{});
+    activation_forward(Activation::GELU, out, inp, Stream{});
     Compared forward, backward;
     for (const int64_t begin : sampled_runs(n, 64)) {
         const std::vector<double> x = inp.filled(begin, 64);
         forward.add(out.fetch(begin, 64), reference::gelu_forward(x.data(), 64));
     }
     forward.expect("gelu_forward", 1, 64, DType::BF16);
-    gelu_backward(out, dout, inp, Stream{});
+    activation_backward(Activation::GELU, out, {}, dout, inp, Stream{});
     for (const int64_t begin : sampled_runs(n, 64)) {
         const std::vector<double> x = inp.filled(begin, 64), d = dout.filled(begin, 64);
         backward.add(out.fetch(begin, 64), reference::gelu_backward(d.data(), x.data(), 64));
@@ -226,13 +225,13 @@ TEST(Large, SwiGLU) {
     const int64_t I = 1536, N = LIMIT / (2 * I) + 5;
     LargeArray gate_up(DType::BF16, {N, 2 * I}), out(DType::BF16, {N, I}), dgate_up(DType::BF16, {N, 2 * I});
     gate_up.fill(1, 4);
-    swiglu_forward(out, gate_up, Stream{});
+    activation_forward(Activation::SwiGLU, out, gate_up, Stream{});
     Compared forward, backward;
     for (const int64_t row : sampled_rows(N, 2 * I, 8))
         forward.add(out.fetch(row * I, I), reference::swiglu_forward(gate_up.filled(row * 2 * I, 2 * I).data(), 1, I));
     forward.expect("swiglu_forward", 1, I, DType::BF16);
     out.fill(2, 1);  // serves as dout
-    swiglu_backward(dgate_up, {}, out, gate_up, Stream{});
+    activation_backward(Activation::SwiGLU, dgate_up, {}, out, gate_up, Stream{});
     for (const int64_t row : sampled_rows(N, 2 * I, 8))
         backward.add(
             dgate_up.fetch(row * 2 * I, 2 * I),

@@ -141,7 +141,7 @@ ModelConfig qlora_config(bool llama) {
     if (!llama) return c;
     c.norm = Norm::RMSNorm;
     c.positions = Positions::RoPE;
-    c.mlp = Mlp::SwiGLU;
+    c.activation = Activation::SwiGLU;
     c.kv_heads = 2;
     c.qkv_bias = c.proj_bias = c.mlp_bias = false;
     return c;

@@ -10,7 +10,7 @@
 #include "dev/oracle/reference.h"
 #include "dev/tests/test_util.h"
 #include "driver/matmul_cache.h"
-#include "kernels/activation_functions.h"
+#include "kernels/activation.h"
 #include "runtime/device/blas_stream.h"
 #ifdef USE_CUDA
 #include <sstream>
@@ -617,9 +617,9 @@ TEST(MatmulTuning, GeluMayBeASeparateKernel) {
     const TestArray out2 = TestArray::poisoned(T, {N, OC}), pre2 = TestArray::poisoned(T, {N, OC});
     const TestArray dinp2 = TestArray::poisoned(T, {N, C});
     matmul_forward(pre2, inp, weight, bias, other);
-    gelu_forward(out2, pre2, other);
+    activation_forward(Activation::GELU, out2, pre2, other);
     matmul_backward_input(dinp2, dout, weight, false, other);
-    gelu_backward(dinp2, dinp2, inp, other);
+    activation_backward(Activation::GELU, dinp2, {}, dinp2, inp, other);
     expect_same_bits("pre", pre.fetch(), pre2.fetch());
     expect_same_bits("out", out.fetch(), out2.fetch());
     expect_same_bits("dinp", dinp.fetch(), dinp2.fetch());
@@ -713,7 +713,7 @@ TEST(Matmul, InvalidArgumentsAreErrors) {
         [&] {
             matmul_backward_activation(Activation::ReLU2, {inp, dact, dact, {}, false}, out, weight, inp, stream());
         },
-        "matmul_backward_activation: act is only computed for SwiGLU");
+        "matmul_backward_activation: act is computed for gated functions only");
     expect_error(
         [&] {
             matmul_backward_activation(Activation::GELU, {inp, dact, {}, bias, false}, out, weight, inp, stream());

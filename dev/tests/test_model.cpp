@@ -107,7 +107,7 @@ TEST_P(Fixtures, Gradients) {
         const bool qkv = p.role == QKV_W || p.role == QKV_B;
         if (qkv) parts = {{0, Q}, {Q, Q + K}, {Q + K, Q + 2 * K}};
         if (p.role == QKV_W) v_gradient.assign(ref.begin() + (Q + K) * p.row_size(), ref.end());
-        if (f.config.mlp == Mlp::SwiGLU && (p.role == FC_W || p.role == FC_B))
+        if (f.config.activation == Activation::SwiGLU && (p.role == FC_W || p.role == FC_B))
             parts = {{0, f.config.ffn}, {f.config.ffn, 2 * f.config.ffn}};
         for (const auto& [begin, end] : parts) {
             auto rows = [&, first = begin, last = end](const std::vector<double>& x) {
@@ -262,7 +262,7 @@ TEST_P(ModelVariants, MemoryPlansAgreeBitwise) {
             for (const float g : expected) ASSERT_TRUE(std::isfinite(g));
             for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block}) {
                 const bool alone = level == Recompute::Activation || level == Recompute::Norms;
-                const bool gelu = config().mlp == Mlp::GELU;
+                const bool gelu = config().activation == Activation::GELU;
                 if (alone && gelu && epilogue == ActivationEpilogue::Both) continue;
                 for (const bool overlap : {true, false}) {
                     run(level, overlap, [&](double loss, const std::vector<float>& grads, int64_t bytes) {

@@ -35,7 +35,7 @@ void expect_same(const ModelConfig& a, const ModelConfig& b) {
     EXPECT_EQ(a.norm_eps, b.norm_eps);
     EXPECT_EQ(a.norm_after, b.norm_after);
     EXPECT_EQ(a.positions, b.positions);
-    EXPECT_EQ(a.mlp, b.mlp);
+    EXPECT_EQ(a.activation, b.activation);
     EXPECT_EQ(a.qkv_bias, b.qkv_bias);
     EXPECT_EQ(a.proj_bias, b.proj_bias);
     EXPECT_EQ(a.mlp_bias, b.mlp_bias);
@@ -66,7 +66,7 @@ ModelConfig read(const std::string& text) {
 
 // The number of weights, computed from the shape (the driver counts its parameter table).
 int64_t count_weights(const ModelConfig& c) {
-    const int64_t mlp_matrices = c.mlp == Mlp::SwiGLU ? 3 : 2, norm = c.norm == Norm::LayerNorm ? 2 : 1;
+    const int64_t mlp_matrices = c.activation == Activation::SwiGLU ? 3 : 2, norm = c.norm == Norm::LayerNorm ? 2 : 1;
     int64_t layer =
         c.channels * c.qkv_channels() + c.heads * c.head_size * c.channels + mlp_matrices * c.channels * c.ffn;
     if (c.qkv_bias) layer += c.qkv_channels();
@@ -133,7 +133,7 @@ TEST(ModelConfig, OptionsOfNoFamilyMakeATrainGptConfig) {
         EXPECT_FALSE(saved.contains("architectures"));
         expect_same(config_from_json(json::parse(saved.dump()), PATH), c);
     };
-    changed("gpt2-tiny", [](ModelConfig& c) { c.mlp = Mlp::ReLU2; });
+    changed("gpt2-tiny", [](ModelConfig& c) { c.activation = Activation::ReLU2; });
     changed("gpt2-tiny", [](ModelConfig& c) { c.norm = Norm::RMSNorm; });
     changed("gpt2-tiny", [](ModelConfig& c) { c.positions = Positions::RoPE; });
     changed("gpt2-tiny", [](ModelConfig& c) { c.qkv_bias = false; });
@@ -142,7 +142,7 @@ TEST(ModelConfig, OptionsOfNoFamilyMakeATrainGptConfig) {
     changed("gpt2-tiny", [](ModelConfig& c) { c.kv_heads = 1; });
     changed("gpt2-tiny", [](ModelConfig& c) { c.head_size = 64; });
     changed("llama-tiny", [](ModelConfig& c) { c.qkv_bias = true; });
-    changed("llama-tiny", [](ModelConfig& c) { c.mlp = Mlp::GELU; });
+    changed("llama-tiny", [](ModelConfig& c) { c.activation = Activation::GELU; });
     changed("llama-tiny", [](ModelConfig& c) { c.norm = Norm::LayerNorm; });
     changed("llama-tiny", [](ModelConfig& c) { c.positions = Positions::Learned; });
     changed("llama-tiny", [](ModelConfig& c) { c.rope_scaling = {RopeScaling::Kind::Dynamic, 2, 1, 4, 512}; });
@@ -313,7 +313,7 @@ TEST(ModelConfig, RejectsInvalidTypesAndNumbers) {
     const json good = config_to_json(
         [] {
             ModelConfig c = preset_config("gpt2-tiny");
-            c.mlp = Mlp::ReLU2;
+            c.activation = Activation::ReLU2;
             return c;
         }(),
         json::object());
@@ -585,7 +585,7 @@ TEST(ModelConfig, WhatTheFamiliesCannotExpress) {
     };
     for (const char* name : {"qwen2.5-0.5B", "qwen3-0.6B", "smollm3-3B", "mistral-7B"}) {
         changed(name, [](ModelConfig& c) { c.norm = Norm::LayerNorm; });
-        changed(name, [](ModelConfig& c) { c.mlp = Mlp::GELU; });
+        changed(name, [](ModelConfig& c) { c.activation = Activation::GELU; });
         changed(name, [](ModelConfig& c) { c.qk_norm = QkNorm::Plain; });
         changed(name, [](ModelConfig& c) { c.rope_scaling.fraction = 0.5; });
         changed(name, [](ModelConfig& c) { c.softmax_scale = 0.5; });
@@ -638,7 +638,7 @@ TEST(ModelConfig, NormsOfOlmo2) {
     our_own([](ModelConfig& c) { c.proj_bias = true; });
     our_own([](ModelConfig& c) { c.layer[3].window = 64; });
     our_own([](ModelConfig& c) { c.layer[3].rope = false; });
-    our_own([](ModelConfig& c) { c.mlp = Mlp::GELU; });
+    our_own([](ModelConfig& c) { c.activation = Activation::GELU; });
     // No other family has them.
     for (const char* name : {"gpt2-124M", "llama-tiny", "qwen2.5-0.5B", "qwen3-0.6B", "smollm3-3B", "mistral-7B"}) {
         ModelConfig c = preset_config(name);
@@ -760,7 +760,7 @@ TEST(ModelConfig, FillsInDefaults) {
     EXPECT_EQ(c.ffn, 384);
     EXPECT_EQ(c.attention(), "SSS");
     c.ffn = 0;
-    c.mlp = Mlp::SwiGLU;
+    c.activation = Activation::SwiGLU;
     c.set_attention("G");
     fill_defaults(c, "test");
     EXPECT_EQ(c.ffn, 256);
@@ -844,7 +844,7 @@ TEST(ModelConfig, RandomValuesNeverCrash) {
     for (const char* name : {"gpt2-tiny", "llama-1B", "qwen2.5-0.5B", "qwen3-0.6B", "smollm3-3B", "mistral-7B"}) {
         for (const bool mixed : {false, true}) {
             ModelConfig c = preset_config(name);
-            if (mixed) c.mlp = Mlp::ReLU2;
+            if (mixed) c.activation = Activation::ReLU2;
             const json good = config_to_json(c, json::object());
             for (int i = 0; i < 400; i++) {
                 json bad = good;

@@ -223,10 +223,10 @@ TEST(Update, MemoryOfMuon) {
 
 // A matmul that applies the activation function writes act while it reads norm2, so the two may not share memory.
 TEST(ActivationPlan, OutputOfAMatmulIsApartFromItsInput) {
-    for (const Mlp mlp : {Mlp::GELU, Mlp::SwiGLU, Mlp::ReLU2})
+    for (const Activation activation : {Activation::GELU, Activation::SwiGLU, Activation::ReLU2})
         for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block}) {
             ModelConfig config = base_config();
-            config.mlp = mlp;
+            config.activation = activation;
             RunShape shape = training_shape(2, 16, DType::BF16);
             shape.recompute = level;
             shape.activation_epilogue = ActivationEpilogue::Both;
@@ -240,7 +240,8 @@ TEST(ActivationPlan, OutputOfAMatmulIsApartFromItsInput) {
             };
             for (const char* layer : {"layers.0.", "layers.1."}) {
                 const ArenaPlan::Entry out = find(str(layer, "act")), inp = find(str(layer, "norm2"));
-                EXPECT_LE(out.first, inp.last) << layer << " mlp " << int(mlp) << " recompute " << int(level);
+                EXPECT_LE(out.first, inp.last)
+                    << layer << " activation " << int(activation) << " recompute " << int(level);
                 EXPECT_TRUE(out.offset + out.bytes <= inp.offset || inp.offset + inp.bytes <= out.offset);
             }
         }

@@ -1,7 +1,8 @@
-// The activation functions of the MLP and their gradients, of one element in fp32: the formulas of gelu.h, relu2.h and
-// swiglu.h. T is the dtype that results are rounded to.
+// The activation functions of the MLP and their gradients, of one element in fp32: the formulas of activation.h. First
+// those of training, then those of generation. T is the dtype that results are rounded to.
 #pragma once
 
+#include "kernels/activation.h"
 #include "kernels/cuda/sigmoid.cuh"
 
 namespace mlp_activation {
@@ -30,8 +31,13 @@ struct GeluBackward {
     }
 };
 
+// NaN stays NaN, which fmaxf(x, 0) would drop.
+__device__ __forceinline__ float relu(float x) {
+    return x < 0 ? 0 : x;
+}
+
 struct Relu2Forward {
-    __device__ float operator()(float x) const { return relu2(x); }
+    __device__ float operator()(float x) const { return relu(x) * relu(x); }
 };
 
 struct Relu2Backward {
@@ -53,4 +59,71 @@ struct SwigluBackward {
     }
 };
 
+template <typename ForwardFunction, typename BackwardFunction>
+struct Functions {
+    using Forward = ForwardFunction;
+    using Backward = BackwardFunction;
+};
+
+// Calls run(Functions<...>{}) with those of f, which is not None: the caller has checked it.
+template <typename T, typename Run>
+void dispatch(Activation f, Run run) {
+    switch (f) {
+        case Activation::GELU:
+            return run(Functions<GeluForward<T>, GeluBackward<T>>{});
+        case Activation::SwiGLU:
+            return run(Functions<SwigluForward<T>, SwigluBackward<T>>{});
+        case Activation::ReLU2:
+            return run(Functions<Relu2Forward, Relu2Backward>{});
+        case Activation::None:
+            return;
+    }
+}
+
+// Whether Forward takes gate and up.
+template <typename Forward>
+constexpr bool GATED = std::is_invocable_v<Forward, float, float>;
+
 }  // namespace mlp_activation
+
+// How the functions of generation compute exp and the division.
+enum class Math {
+    Exact,  // to about one unit in the last place of fp32
+    Fast,   // by the special function unit, to a few units: for results that are rounded to 16 bits
+};
+
+// x·σ(z)
+template <Math MATH>
+__device__ __forceinline__ float times_sigmoid(float x, float z) {
+    if constexpr (MATH == Math::Exact) return x / (1 + expf(-z));
+    return x * __fdividef(1.0f, 1.0f + exp2_for<bf16>(-LOG2E * z));
+}
+
+// f(x), if f is not gated; x for None.
+template <Math MATH = Math::Exact>
+__device__ __forceinline__ float activate(Activation f, float x) {
+    switch (f) {
+        case Activation::GELU:  // ½x(1 + tanh u) = x·σ(2u)
+            return times_sigmoid<MATH>(x, 1.5957691216057308f * (x + 0.044715f * x * x * x));
+        case Activation::ReLU2:
+            return mlp_activation::Relu2Forward{}(x);
+        case Activation::SwiGLU:
+        case Activation::None:
+            break;
+    }
+    return x;
+}
+
+// f(gate, up), if f is gated.
+template <Math MATH = Math::Exact>
+__device__ __forceinline__ float activate(Activation f, float gate, float up) {
+    switch (f) {
+        case Activation::SwiGLU:
+            return times_sigmoid<MATH>(gate, gate) * up;
+        case Activation::GELU:
+        case Activation::ReLU2:
+        case Activation::None:
+            break;
+    }
+    return up;
+}

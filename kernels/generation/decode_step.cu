@@ -40,7 +40,7 @@
 // 187 KiB with 5 stages of 32 KiB (one sequence, bf16).
 #include "kernels/generation/decode_step.h"
 
-#include "kernels/cuda/sigmoid.cuh"
+#include "kernels/cuda/mlp_activation.cuh"
 #include "kernels/generation/decode_attention_check.h"
 #include "kernels/generation/decode_step_attention.cuh"
 #include "kernels/generation/decode_step_matmul.cuh"
@@ -95,7 +95,7 @@ struct ComputingWarps {
         const uint32_t epoch = shared.epoch;
         prepare_attention();
         sync_computing_warps();
-        const int swiglu_halves = a.activation == Activation::SwiGLU ? 2 : 1;
+        const int swiglu_halves = is_gated(a.activation) ? 2 : 1;
         int parity = 0;  // of shared.partial
 #pragma unroll 1
         for (int i = 0; i <= LAYER_MATRICES * a.num_layers; i++) {
@@ -346,8 +346,8 @@ struct ComputingWarps {
         if (which == FC) {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                if (a.activation == Activation::SwiGLU)
-                    y[r] = swiglu(y[r], y[2 + r]);
+                if (is_gated(a.activation))
+                    y[r] = activate(a.activation, y[r], y[2 + r]);
                 else
                     y[r] = activate(a.activation, y[r]);
             }
@@ -524,7 +524,7 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
                          const std::vector<Tensor>& k, const std::vector<Tensor>& v, Stream stream) {
     const char* op = "decode_step_prepare";
     const int64_t Q = m.NH * m.HS;
-    const bool swiglu = m.activation == Activation::SwiGLU;
+    const bool gated = is_gated(m.activation);
     require(int64_t(weights.blocks.size()) == m.layers && int64_t(k.size()) == m.layers && v.size() == k.size(), op,
             ": ", weights.blocks.size(), " blocks and a cache for ", k.size(), " layers, expected ", m.layers);
     require(decode_step_max_batch(m) > 0, op,
@@ -555,7 +555,7 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
         norm(b.norm2);
         linear(b.qkv, "qkv", Q + 2 * m.NKV * m.HS, m.C);
         linear(b.proj, "proj", m.C, Q);
-        linear(b.fc, "fc", swiglu ? 2 * m.FFN : m.FFN, m.C);
+        linear(b.fc, "fc", activation_inputs(m.activation, m.FFN), m.C);
         linear(b.fcproj, "fcproj", m.C, m.FFN);
         const DecodeLayer special = m.layer_options.empty() ? DecodeLayer{} : m.layer_options[l];
         const int64_t rows = special.window ? k[l].shape[1] : m.capacity;

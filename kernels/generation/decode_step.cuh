@@ -3,11 +3,11 @@
 // a matmul. For decode_step.cu.
 #pragma once
 
-#include "kernels/activation.h"
 #include "kernels/cuda/mbarrier.cuh"
 #include "kernels/cuda/row_statistics.cuh"
 #include "kernels/generation/decode_step.h"
 #include "kernels/generation/kv_rotate.cuh"
+#include "runtime/model/activation_config.h"
 
 namespace fused_decode {
 

@@ -64,12 +64,12 @@ inline Plan plan_of(const DecodeModel& m, int64_t N) {
         return z;
     if (m.C % W || m.HS % W || m.FFN % W || m.Vp % 2 || m.C < 2 * W || m.HS > MAX_HS || m.FFN == 0 || N < 1) return z;
     z.blocks = std::min(num_sms(), m.C / 2);
-    const bool swiglu = m.activation == Activation::SwiGLU;
+    const bool gated = is_gated(m.activation);
     struct Size {
         int64_t outputs, K;
     };
     const Size sizes[MATRICES] = {{qkv, m.C}, {m.C, Q}, {m.FFN, m.C}, {m.C, m.FFN}, {m.Vp, m.C}};
-    const auto rows_of_pair = [&](int which) { return which == FC && swiglu ? 4 : 2; };
+    const auto rows_of_pair = [&](int which) { return which == FC && gated ? 4 : 2; };
     z.stage_bytes = std::max(MIN_STAGE_BYTES, 2 * m.C * int64_t(sizeof(float)));
     for (int i = 0; i < MATRICES; i++) z.stage_bytes = std::max(z.stage_bytes, rows_of_pair(i) * sizes[i].K * item);
     z.stage_bytes = aligned(z.stage_bytes);

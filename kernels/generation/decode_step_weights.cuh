@@ -72,7 +72,7 @@ __device__ void stream_weights(const Arguments<T>& a, const Layer* layers, const
             stream_norm(head ? a.normf_weight : layer.norm_weight[which == FC],
                         head ? a.normf_bias : layer.norm_bias[which == FC]);
         }
-        stream_matrix(which, head ? a.head : layer.weight[which], which == FC && a.activation == Activation::SwiGLU);
+        stream_matrix(which, head ? a.head : layer.weight[which], which == FC && is_gated(a.activation));
     }
 }
 

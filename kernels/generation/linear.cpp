@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "kernels/activation_functions.h"
+#include "kernels/activation.h"
 #include "kernels/cpu/cpu_loops.h"
 #include "kernels/cpu/cpu_tile.h"
 #include "kernels/generation/linear_check.h"

@@ -3,8 +3,8 @@
 //
 //   x = norm(inp)                                      x = inp without a norm
 //   y[n, o] = Σ_c x[n, c]·weight[o, c] + bias[o]
-//   out = residual + y, or out = f(y)                  f: GELU (gelu.h), ReLU² (relu2.h), or
-//   SwiGLU (swiglu.h):  f(y)[n, i] = gate·σ(gate)·up,  gate = y[n, i], up = y[n, I + i], OC = 2·I
+//   out = residual + y, or out = f(y)                  f: activation.h; if it is gated,
+//                                                      gate = y[n, i], up = y[n, I + i], OC = 2·I
 //
 // In generation N is small, and the time is that of reading the weights; everything else overlaps with it. On the CPU
 // every sum over c has the same order for all N: a row's result does not depend on the batch, bit for bit. On CUDA that
@@ -14,13 +14,13 @@
 // library chooses the order of sums.
 //
 // T is the dtype of inp, weight, bias, residual and out: fp32; on CUDA also bf16 and fp16. Norm weights and sums are
-// fp32; x is rounded to T, and so is y where matmul.h computes it. Errors: wrong shape or dtype, odd OC with SwiGLU, an
-// activation together with a residual.
+// fp32; x is rounded to T, and so is y where matmul.h computes it. Errors: wrong shape or dtype, odd OC with a gated f,
+// an activation together with a residual.
 #pragma once
 
-#include "kernels/activation.h"
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
+#include "runtime/model/activation_config.h"
 
 // The norm of a linear layer's input: LayerNorm (centred) or RMSNorm; layernorm.h and rmsnorm.h have the formulas.
 struct InputNorm {
@@ -31,7 +31,7 @@ struct InputNorm {
 
 constexpr int64_t LINEAR_SMALL_N = 8;
 
-// out [N, OC], with SwiGLU [N, OC/2]; inp [N, C]; weight [OC, C]; bias [OC] or null; residual: as out,
+// out [N, OC], with a gated f [N, OC/2]; inp [N, C]; weight [OC, C]; bias [OC] or null; residual: as out,
 // may be the same memory, or null. scratch: linear_scratch bytes (U8).
 void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor bias, Activation activation,
             Tensor residual, Tensor scratch, bool batch_invariant, Stream stream);

@@ -16,7 +16,7 @@ inline LinearSizes check_linear(const char* op, DType dtype, const Tensor& out, 
     check_matrix(op, "inp", inp, dtype);
     check_matrix(op, "weight", weight, dtype);
     LinearSizes z{inp.shape[0], inp.shape[1], weight.shape[0], weight.shape[0]};
-    if (activation == Activation::SwiGLU) {
+    if (is_gated(activation)) {
         require(z.OC % 2 == 0, op, ": weight has ", z.OC,
                 " rows; SwiGLU needs an even number, half for gate and half for up");
         z.columns = z.OC / 2;

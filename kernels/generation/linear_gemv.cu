@@ -20,9 +20,9 @@
 // GPT-2 124M, the first MLP matrix at N = 1: C = 768, OC = 3072, so 1536 pairs. One warp a pair would make 1536/8 = 192
 // blocks, fewer than two for each of an H100's 132 SMs; with two splits of C there are 384, and a block needs 1.5 KiB
 // of shared memory for the row.
+#include "kernels/cuda/mlp_activation.cuh"
 #include "kernels/cuda/pdl.cuh"
 #include "kernels/cuda/row_statistics.cuh"
-#include "kernels/cuda/sigmoid.cuh"
 #include "kernels/generation/linear.cuh"
 
 namespace {
@@ -104,7 +104,7 @@ template <typename T>
 __device__ __forceinline__ void store_pair(const GemvParams<T>& p, int64_t pair, int n, const float (&y)[PAIR],
                                            const float (&residual)[PAIR]) {
     const auto store = [&](int64_t o, float x) { p.out[n * p.out_stride + o] = from_float<T>(x); };
-    if (p.activation == Activation::SwiGLU) return store(pair, swiglu(y[0], y[1]));
+    if (is_gated(p.activation)) return store(pair, activate(p.activation, y[0], y[1]));
 #pragma unroll
     for (int r = 0; r < PAIR; r++) {
         const int64_t o = pair * PAIR + r;
@@ -126,10 +126,9 @@ __global__ void __launch_bounds__(THREADS) gemv_kernel(const GemvParams<T> p) {
     bool rows_loaded = false;
     for (int64_t base = int64_t(blockIdx.x) * groups; base < p.pairs; base += int64_t(gridDim.x) * groups) {
         const int64_t pair = min(base + group, p.pairs - 1);
-        const bool is_swiglu = p.activation == Activation::SwiGLU;
+        const bool gated = is_gated(p.activation);
         // The pair's two rows of weight. With an odd number of outputs the last one is taken twice.
-        const int64_t o0 = is_swiglu ? pair : pair * PAIR,
-                      o1 = is_swiglu ? p.columns + pair : min(o0 + 1, p.columns - 1);
+        const int64_t o0 = gated ? pair : pair * PAIR, o1 = gated ? p.columns + pair : min(o0 + 1, p.columns - 1);
         const T *const row0 = p.weight + o0 * p.weight_stride, *const row1 = p.weight + o1 * p.weight_stride;
         Pack<T, W> w0[VECTORS_AHEAD] = {}, w1[VECTORS_AHEAD] = {};
         const auto load_weights = [&](int64_t c) {
@@ -245,7 +244,7 @@ bool linear_gemv(const char* op, const LinearParams<T>& layer, Stream stream) {
     const int64_t step = layer.C > 0 ? rows_per_launch(layer.C, dtype_of<T>()) : 0;
     if (step == 0) return false;
     GemvParams<T> p{layer, 0, 0};
-    p.pairs = p.activation == Activation::SwiGLU ? p.columns : ceil_div(p.columns, PAIR);
+    p.pairs = is_gated(p.activation) ? p.columns : ceil_div(p.columns, PAIR);
     for (int64_t n = 0; n < layer.N; n += step) {
         p.N = int(std::min(step, layer.N - n));
         dispatch_width<T>(p.aligned && p.C % FULL_WIDTH<T> == 0,

@@ -29,9 +29,9 @@
 // blocks; S = 4 would take 144 blocks. A block of S = 3 has 4,160 + 1,024 + 4·16,384 + 20,736 = 91,456 bytes of shared
 // memory.
 #include "kernels/cuda/cluster.cuh"
+#include "kernels/cuda/mlp_activation.cuh"
 #include "kernels/cuda/pdl.cuh"
 #include "kernels/cuda/row_statistics.cuh"
-#include "kernels/cuda/sigmoid.cuh"
 #include "kernels/cuda/tma.cuh"
 #include "kernels/cuda/warp_tile.cuh"
 #include "kernels/cuda/wgmma.cuh"
@@ -249,9 +249,9 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int rank = cluster_rank(), warp = int(threadIdx.x) / WARP, S = shape.blocks;
     const Slice slice = slice_of(shape, rank, p.C);
     const Tiles tiles(dynamic, shape.panels);
-    const bool has_norm = p.norm_weight, is_swiglu = p.activation == Activation::SwiGLU;
-    const int first_output = int(blockIdx.y) * (is_swiglu ? HALF_OC : BLOCK_OC);
-    const WeightRows weight_rows{first_output, is_swiglu ? int(p.columns) + first_output : first_output + HALF_OC};
+    const bool has_norm = p.norm_weight, gated = is_gated(p.activation);
+    const int first_output = int(blockIdx.y) * (gated ? HALF_OC : BLOCK_OC);
+    const WeightRows weight_rows{first_output, gated ? int(p.columns) + first_output : first_output + HALF_OC};
     // Of the groups of 8 rows this block stores rank, rank + S, …
     const int groups = ((p.N + 7) / 8 - rank + S - 1) / S;
 
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     const unsigned pair = threadIdx.x % (HALF_OC / 2), thread_row = threadIdx.x / (HALF_OC / 2), first_sum = 2 * pair;
     const int o = int(pair / 8 * 16 + pair % 2 * 8 + pair % 8 / 2 * 2),
               row = (int(thread_row / 8) * S + rank) * 8 + int(thread_row % 8);
-    const int columns[2] = {first_output + o, is_swiglu ? first_output + o : weight_rows.second + o};  // of out
+    const int columns[2] = {first_output + o, gated ? first_output + o : weight_rows.second + o};  // of out
     T bias[2][2] = {}, residual[2][2] = {};
     if (p.bias)
 #pragma unroll
@@ -311,9 +311,9 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int half = i / 2, k = i % 2;
-        if (columns[half] + k >= p.columns || (is_swiglu && half)) continue;
-        const float z =
-            is_swiglu ? swiglu<Math::Fast>(y[0][k], y[1][k]) : activate<Math::Fast>(p.activation, y[half][k]);
+        if (columns[half] + k >= p.columns || (gated && half)) continue;
+        const float z = gated ? activate<Math::Fast>(p.activation, y[0][k], y[1][k])
+                              : activate<Math::Fast>(p.activation, y[half][k]);
         out[columns[half] + k] = from_float<T>(z + as_float(residual[half][k]));
     }
 }

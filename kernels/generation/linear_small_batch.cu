@@ -19,10 +19,10 @@
 //
 // GPT-2 124M, 64 sequences, q, k and v: C = 768, OC = 2304. Two blocks of 32 rows times 2304/32 = 72 are 144, at least
 // one for each of an A100's 108 SMs, so MT = 2. Pitch 800: 64·800 + 33,792 = 84,992 bytes of shared memory a block.
+#include "kernels/cuda/mlp_activation.cuh"
 #include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/pdl.cuh"
 #include "kernels/cuda/row_statistics.cuh"
-#include "kernels/cuda/sigmoid.cuh"
 #include "kernels/generation/linear.cuh"
 
 namespace {
@@ -93,13 +93,13 @@ __global__ void __launch_bounds__(THREADS, 2) small_batch_kernel(const LinearPar
     pdl_launch_dependents();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const int first_row = int(blockIdx.x) * BLOCK_N, chunks = int(p.C) / BLOCK_K;
-    const bool is_swiglu = p.activation == Activation::SwiGLU;
+    const bool gated = is_gated(p.activation);
     // Tile m has rows 16m … 16m + 15 of weight, with SwiGLU eight of gate and the same eight of up.
-    const int outputs = is_swiglu ? BLOCK_OC / 2 : BLOCK_OC;
+    const int outputs = gated ? BLOCK_OC / 2 : BLOCK_OC;
     const int64_t first_output = int64_t(blockIdx.y) * outputs;
     const auto weight_row = [&](int m, int half) {
-        const int64_t o = first_output + (is_swiglu ? 8 * m + g : 16 * m + 8 * half + g);
-        return p.weight + (min(o, p.columns - 1) + (is_swiglu && half ? p.columns : 0)) * p.weight_stride + 8 * t;
+        const int64_t o = first_output + (gated ? 8 * m + g : 16 * m + 8 * half + g);
+        return p.weight + (min(o, p.columns - 1) + (gated && half ? p.columns : 0)) * p.weight_stride + 8 * t;
     };
     using Vector = Pack<T, 8>;
     const T* weight_rows[MT][2];
@@ -119,10 +119,10 @@ __global__ void __launch_bounds__(THREADS, 2) small_batch_kernel(const LinearPar
 #pragma unroll
     for (int s = 0; s < WEIGHTS_AHEAD; s++) load_weights(w[s], warp + s * WARPS);
     // In the end this thread stores output `mine` of some rows.
-    const int mine = int(threadIdx.x) % outputs, column = is_swiglu ? mine / 8 * 16 + mine % 8 : mine;
+    const int mine = int(threadIdx.x) % outputs, column = gated ? mine / 8 * 16 + mine % 8 : mine;
     const int64_t o = first_output + mine;
     const float bias0 = p.bias && o < p.columns ? as_float(p.bias[o]) : 0.0f,
-                bias1 = p.bias && is_swiglu && o < p.columns ? as_float(p.bias[p.columns + o]) : 0.0f;
+                bias1 = p.bias && gated && o < p.columns ? as_float(p.bias[p.columns + o]) : 0.0f;
     if constexpr (NORM) {
         prefetch_vector<THREADS>(p.norm_weight, p.C);
         prefetch_vector<THREADS>(p.norm_bias, p.C);
@@ -186,10 +186,10 @@ __global__ void __launch_bounds__(THREADS, 2) small_batch_kernel(const LinearPar
 #pragma unroll
         for (int i = 0; i < WARPS; i++) y += sums[i][row][column];
         y += bias0;
-        if (is_swiglu) {
+        if (gated) {
 #pragma unroll
             for (int i = 0; i < WARPS; i++) up += sums[i][row][column + 8];
-            y = swiglu(y, up + bias1);
+            y = activate(p.activation, y, up + bias1);
         }
         y = activate(p.activation, y);
         if (p.residual) y += as_float(p.residual[n * p.residual_stride + o]);

@@ -94,9 +94,14 @@ cublasLtEpilogue_t library_epilogue(GemmEpilogue epilogue) {
             return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
         case GemmEpilogue::GeluBackward:
             return CUBLASLT_EPILOGUE_DGELU;
-        default:
-            throw Error("library_epilogue: the library has no such epilogue");
+        case GemmEpilogue::Relu2:
+        case GemmEpilogue::Relu2Backward:
+        case GemmEpilogue::Swiglu:
+        case GemmEpilogue::SwigluBackward:
+        case GemmEpilogue::Exp:
+            break;
     }
+    throw Error("library_epilogue: the library has no such epilogue");
 }
 
 // The descriptors of a GEMM, without an algorithm.

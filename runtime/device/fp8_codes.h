@@ -13,11 +13,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "runtime/names.h"
 #include "runtime/rng.h"
 
 enum class Fp8Format : uint8_t { E4M3, E5M2 };
 
-constexpr const char* FP8_FORMAT_NAMES[] = {"e4m3", "e5m2"};
+constexpr Names<2> FP8_FORMAT_NAMES = {"e4m3", "e5m2"};
 constexpr uint8_t FP8_NAN = 0x7f;  // the canonical NaN of both formats
 
 HOST_DEVICE constexpr float fp8_max(Fp8Format f) {

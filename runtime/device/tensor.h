@@ -62,6 +62,13 @@ inline const char* dtype_name(DType dtype) {
     return "?";
 }
 
+// The dtype of weights that an option names. Throws Error for another name.
+inline DType float_type(const std::string& name) {
+    for (const DType dtype : {DType::F32, DType::BF16, DType::F16})
+        if (name == dtype_name(dtype)) return dtype;
+    throw Error(name + " is none of fp32, bf16, fp16");
+}
+
 template <typename T>
 constexpr DType dtype_of() {
     using U = std::remove_const_t<T>;

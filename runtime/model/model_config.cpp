@@ -102,8 +102,9 @@ void fill_defaults(ModelConfig& c, const std::string& where) {
     }
     if (c.ffn == 0) {
         check_size(where, "channels", c.channels);
-        // SwiGLU has three matrices where the others have two: 8/3 of the channels gives as many weights, rounded up.
-        c.ffn = c.mlp == Mlp::SwiGLU ? (8 * c.channels / 3 + 127) / 128 * 128 : 4 * c.channels;
+        // A gated function has three matrices where the others have two: 8/3 of the channels gives as many weights,
+        // rounded up.
+        c.ffn = is_gated(c.activation) ? (8 * c.channels / 3 + 127) / 128 * 128 : 4 * c.channels;
     }
     if (c.layer.size() <= 1) {
         check_size(where, "layers", c.layers, MAX_LAYERS);

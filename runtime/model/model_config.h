@@ -6,18 +6,22 @@
 #include <string>
 #include <vector>
 
-#include "runtime/error.h"
+#include "runtime/model/activation_config.h"
 #include "runtime/model/rope_scaling.h"
 #include "runtime/model/softcap_config.h"
+#include "runtime/names.h"
 
 enum class Norm : uint8_t { LayerNorm, RMSNorm };
 enum class Positions : uint8_t { Learned, RoPE };
-enum class Mlp : uint8_t { GELU, SwiGLU, ReLU2 };
 // RMSNorm of each head of q and k, without or with weights; of all heads of q together, and of k, with weights.
 enum class QkNorm : uint8_t { Off, Plain, Weights, AllHeads };
 // The initial weights. GPT2: normal(0, init_std), projections to the residual scaled by the depth. FanIn:
 // embeddings normal(0, 1), matrices normal(0, √(0.33/columns)), a tied embedding as a matrix (modded-nanogpt).
 enum class Init : uint8_t { GPT2, FanIn };
+// As options and config.json write them.
+constexpr Names<2> NORM_NAMES = {"layernorm", "rmsnorm"}, POSITIONS_NAMES = {"learned", "rope"},
+                   INIT_NAMES = {"gpt2", "fan-in"};
+constexpr Names<4> QK_NORM_NAMES = {"off", "plain", "weights", "all-heads"};
 // The value is the letter in config.json and run.toml.
 enum class AttentionType : char { Softmax = 'S', Linear = 'L', GatedLinear = 'G' };
 
@@ -31,7 +35,7 @@ struct LayerConfig {
 struct ModelConfig {
     std::string family;  // model_type of the files that it comes from or is a preset of (models/family.h); "": any
     int64_t layers = 0, channels = 0, heads = 0, kv_heads = 0, head_size = 0;
-    int64_t ffn = 0;            // inner width of the MLP (of gate and of up each for SwiGLU)
+    int64_t ffn = 0;            // inner width of the MLP (of gate and of up each if it is gated)
     int64_t vocab_size = 0;     // as in files; rows in memory are padded_vocab()
     int64_t max_positions = 0;  // rows of the position table (Learned); the length trained for (RoPE)
     Norm norm = Norm::LayerNorm;
@@ -41,7 +45,7 @@ struct ModelConfig {
     double rope_theta = 10000;
     RopeScaling rope_scaling;
     QkNorm qk_norm = QkNorm::Off;
-    Mlp mlp = Mlp::GELU;
+    Activation activation = Activation::GELU;  // of the MLP
     bool qkv_bias = true, proj_bias = true, mlp_bias = true;
     bool embedding_norm = false;  // a norm after the embedding
     bool tied = true;             // the head is the token embedding
@@ -57,7 +61,7 @@ struct ModelConfig {
     int64_t padded_vocab() const { return (vocab_size + 127) / 128 * 128; }
     int64_t qkv_channels() const { return (heads + 2 * kv_heads) * head_size; }
     bool has_qk_weights() const { return qk_norm == QkNorm::Weights || qk_norm == QkNorm::AllHeads; }
-    int64_t fc_channels() const { return mlp == Mlp::SwiGLU ? 2 * ffn : ffn; }
+    int64_t fc_channels() const { return activation_inputs(activation, ffn); }
     float attention_scale() const;    // of softmax attention
     int64_t rotary_channels() const;  // of a head, by RoPE; those of the table if truncated
     AttentionType attention_type(int64_t l) const { return layer[size_t(l)].attention; }

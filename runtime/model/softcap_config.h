@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "runtime/names.h"
+
 struct Softcap {
     enum class Function : uint8_t { None, Tanh, Rsqrt };
     Function function = Function::None;
@@ -10,3 +12,6 @@ struct Softcap {
 
     explicit operator bool() const { return function != Function::None; }
 };
+
+// As --softcap-function and config.json write them; none is a cap of 0.
+constexpr Names<3> SOFTCAP_NAMES = {"none", "tanh", "rsqrt"};

@@ -1,0 +1,28 @@
+// Enumerators by the names that options and files give them: names[i] is that of Enum(i).
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <string>
+#include <string_view>
+
+#include "runtime/error.h"
+
+template <size_t N>
+using Names = std::array<const char*, N>;
+
+// "a, b, c": for messages.
+template <size_t N>
+std::string joined(const Names<N>& names) {
+    std::string text;
+    for (const char* name : names) text += (text.empty() ? "" : ", ") + std::string(name);
+    return text;
+}
+
+// Throws Error for another name.
+template <typename Enum, size_t N>
+Enum enum_of(const Names<N>& names, std::string_view name) {
+    for (size_t i = 0; i < N; i++)
+        if (name == names[i]) return Enum(i);
+    throw Error(str(name, " is none of ", joined(names)));
+}
