@@ -407,8 +407,9 @@ AttentionSequences softmax_sequences(const Block& b) {
     return sequences;
 }
 
-// Computes a.att from a.qkv, by the layer's attention type.
-void layer_attention_forward(const Block& b) {
+}  // namespace
+
+void attention_in_sequences(const Block& b) {
     const ModelConfig& c = b.p.model.config;
     const LayerActs& a = b.a;
     const AttentionType type = c.attention_type(b.l);
@@ -428,6 +429,8 @@ void layer_attention_forward(const Block& b) {
     }
 }
 
+namespace {
+
 // next = residual + proj or fcproj of inp. If out exists, it receives the layer's output, and the norm that follows
 // adds that to the residual.
 void add_to_residual(const Block& b, Role role, Tensor out, Tensor next, Tensor inp, Tensor residual) {
@@ -442,7 +445,7 @@ void block_forward(const Block& b) {
     linear_forward(b, QKV_W, a.qkv, qkv_input(a), a.norm1_t);
     layer_decay_gate_forward(b);
     qk_forward(b);
-    layer_attention_forward(b);
+    b.p.attention(b);
     add_to_residual(b, PROJ_W, a.proj, a.res2, a.att, a.res1);
     if (b.p.model.config.norm_after)
         norm_after_forward(b.p, NORM1_W, b.l, norm_after_attention(a), a.res1);
@@ -461,7 +464,8 @@ void block_forward(const Block& b) {
 }  // namespace
 
 void forward(const Pass& pass) {
-    const Pass p{pass.ctx, pass.model, pass.acts, pass.in};  // without gradients: its blocks are the forward pass's
+    // Without gradients: its blocks are those of the forward pass.
+    const Pass p{pass.ctx, pass.model, pass.acts, pass.in, nullptr, pass.attention};
     const Range range(p.ctx.profiler, "forward");
     const Model& model = p.model;
     const Activations& acts = p.acts;

@@ -1,6 +1,8 @@
 // A pass over one micro-step, and a block of it: the arguments of the driver's functions.
 #pragma once
 
+#include <functional>
+
 #include "kernels/linear_weight.h"
 #include "model.h"
 
@@ -17,6 +19,11 @@ inline Into onto(const Tensor& t) {
     return {t, true};
 }
 
+struct Block;
+// Computes a block's att from its qkv, after QK-norm and RoPE: attention of the layer's type among the tokens of each
+// sequence of the pass.
+void attention_in_sequences(const Block& b);
+
 // A forward or backward pass over the tokens of `in`.
 struct Pass {
     const Context& ctx;
@@ -24,6 +31,8 @@ struct Pass {
     const Activations& acts;
     const Input& in;
     Gradients* grads = nullptr;  // of a backward pass
+    // The attention of a forward pass, instead of which a caller may pass one with keys and values of its own.
+    std::function<void(const Block&)> attention = attention_in_sequences;
 
     Stream stream() const { return ctx.stream; }
     // The gradient of a parameter: the first micro-step of a step writes over it, the others add to it. Null where the

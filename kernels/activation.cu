@@ -10,13 +10,13 @@
 
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int GATED_THREADS = 256;
 
 // W inner channels a thread.
 template <int W, typename Forward, typename T>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(GATED_THREADS)
     gated_forward_kernel(T* out, int64_t out_stride, const T* gate_up, int64_t gate_up_stride, int64_t N, int64_t I) {
-    const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x;
+    const int64_t i = blockIdx.x * int64_t(GATED_THREADS) + threadIdx.x;
     if (i >= N * (I / W)) return;
     const RowItem at = row_item(i, I / W);
     const T* row = gate_up + at.row * gate_up_stride + at.item * W;
@@ -41,8 +41,8 @@ struct GatedGradient {
 
 // dinp may be the same memory as inp, and out as dout: a thread writes only what it has read.
 template <int W, typename Functions, typename T>
-__global__ void __launch_bounds__(THREADS) gated_backward_kernel(GatedGradient<T> a, int64_t N, int64_t I) {
-    const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x;
+__global__ void __launch_bounds__(GATED_THREADS) gated_backward_kernel(GatedGradient<T> a, int64_t N, int64_t I) {
+    const int64_t i = blockIdx.x * int64_t(GATED_THREADS) + threadIdx.x;
     if (i >= N * (I / W)) return;
     const RowItem at = row_item(i, I / W);
     const T* row = a.inp + at.row * a.inp_stride + at.item * W;
@@ -67,8 +67,9 @@ template <typename T, typename Launch>
 void launch_gated(const char* op, int64_t N, int64_t I, std::initializer_list<Tensor> tensors, Stream stream,
                   Launch launch) {
     if (N * I == 0) return;
-    dispatch_width<T>(I % FULL_WIDTH<T> == 0 && rows_aligned(tensors),
-                      [&](auto width) { launch(width, grid_of(ceil_div(N * (I / decltype(width)::value), THREADS))); });
+    dispatch_width<T>(I % FULL_WIDTH<T> == 0 && rows_aligned(tensors), [&](auto width) {
+        launch(width, grid_of(ceil_div(N * (I / decltype(width)::value), GATED_THREADS)));
+    });
     check_launch(op, stream);
 }
 
@@ -86,8 +87,9 @@ void activation_forward(Activation f, Tensor out, Tensor inp, Stream stream) {
                 launch_elementwise<T>(op, out, Forward{}, stream, inp);
             } else {
                 launch_gated<T>(op, N, I, {out, inp}, stream, [&](auto width, dim3 grid) {
-                    gated_forward_kernel<decltype(width)::value, Forward><<<grid, THREADS, 0, cuda_stream(stream)>>>(
-                        out.as<T>(), row_stride(out), inp.as<const T>(), row_stride(inp), N, I);
+                    gated_forward_kernel<decltype(width)::value, Forward>
+                        <<<grid, GATED_THREADS, 0, cuda_stream(stream)>>>(out.as<T>(), row_stride(out),
+                                                                          inp.as<const T>(), row_stride(inp), N, I);
                 });
             }
         });
@@ -115,7 +117,7 @@ void activation_backward(Activation f, Tensor dinp, Tensor out, Tensor dout, Ten
                                          .inp_stride = row_stride(inp)};
                 launch_gated<T>(op, N, I, {dinp, out, dout, inp}, stream, [&](auto width, dim3 grid) {
                     gated_backward_kernel<decltype(width)::value, Functions>
-                        <<<grid, THREADS, 0, cuda_stream(stream)>>>(a, N, I);
+                        <<<grid, GATED_THREADS, 0, cuda_stream(stream)>>>(a, N, I);
                 });
             }
         });

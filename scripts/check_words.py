@@ -30,7 +30,7 @@ WORDS = [
     (r"the house\b|## The rooms|these rooms", "directories, modules"),
     (r"\bknobs?\b", "options, model options"),
     (r"kinds? `?[SLG]`?\b(?!')", "attention type softmax, linear or gated_linear"),
-    (r"\bmix_(forward|backward)\b", "layer_attention_forward, layer_attention_backward"),
+    (r"\bmix_(forward|backward)\b", "attention_in_sequences, layer_attention_backward"),
     (r"tensor cop(y|ies)\b|\b(copy|store)_box\b", "TMA copy, tma_load, tma_store"),
     (r"\bproduct_(begin|commit|wait|of_rows|of_columns|of_rounded)\b", "wgmma_fence, wgmma_commit, wgmma_wait, wgmma_ABt"),
     (r"\b(give_up|claim)_registers\b", "setmaxnreg_dec, setmaxnreg_inc"),

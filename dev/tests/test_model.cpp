@@ -1,6 +1,7 @@
 // The model as a whole, from tokens to gradients: against PyTorch in float64, against the float64 reference model, and
 // with every variant of the model, plan and level of recomputation against itself.
 #include <map>
+#include <numeric>
 #include <random>
 
 #include "dev/oracle/reference_model.h"
@@ -366,6 +367,32 @@ TEST_P(ModelVariants, InferencePlanAgreesBitwise) {
         for (int64_t v = 0; v < config().vocab_size; v++)
             ASSERT_EQ(row[size_t(v)], expected[size_t(n * config().vocab_size + v)]);
     }
+}
+
+// A pass calls the attention that it was given, once for each layer, and takes what that wrote.
+TEST_P(ModelVariants, AttentionOfTheCaller) {
+    const Input in = upload(driver.ctx, driver.acts, batch);
+    std::vector<int64_t> layers;
+    const auto loss = [&](const std::function<void(const Block&)>& attention) {
+        layers.clear();
+        const Pass pass{
+            .ctx = driver.ctx, .model = driver.model, .acts = driver.acts, .in = in, .attention = attention};
+        forward(pass);
+        evaluate_loss(pass, false);
+        return fetch<double>(driver.acts.loss_sum)[0];
+    };
+    const double ordinary = loss(attention_in_sequences);
+    const double counted = loss([&](const Block& b) {
+        layers.push_back(b.l);
+        attention_in_sequences(b);
+    });
+    EXPECT_EQ(counted, ordinary);
+    std::vector<int64_t> all(size_t(config().layers));
+    std::iota(all.begin(), all.end(), 0);
+    EXPECT_EQ(layers, all);
+    const double none =
+        loss([](const Block& b) { device_fill(b.a.att.data, 0, size_t(b.a.att.bytes()), b.p.stream()); });
+    EXPECT_NE(none, ordinary);
 }
 
 // Other tokens leave the logits before them the same, to the bit.
