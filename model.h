@@ -18,7 +18,6 @@
 #include "driver/fp8_state.h"
 #include "driver/nf4_base.h"
 #include "driver/options.h"
-#include "kernels/adamw.h"
 #include "kernels/attention/attention.h"
 #include "kernels/generation/sampling.h"
 #include "kernels/global_norm.h"
@@ -291,8 +290,7 @@ void evaluate_loss(const Pass& p, bool accumulate, const std::function<void(int6
 // is the gradient of each token's loss. first_micro, last_micro: whether this is the step's first or last micro-step.
 void backward(const Pass& p, float dloss, bool first_micro, bool last_micro = true);
 
-struct OptimizerOptions {
-    AdamWOptions adamw;
+struct OptimizerOptions : ElementwiseOptions {
     MuonOptions muon;
     HyperparametersByGroup rates;
 };
@@ -312,7 +310,9 @@ struct Optimizer {
     static int64_t moments(const Model& model) {
         return model.table.total / model.sharding.parts(model.sharding.splits_optimizer());
     }
-    static int64_t second_moments(const Model& model);
+    static int64_t second_moments(const Model& model) {
+        return second_moment_size(model.table, model.sharding.parts(model.sharding.splits_optimizer()));
+    }
     static int64_t state_bytes(const Model& model) {
         return (moments(model) + second_moments(model)) * dtype_size(model.precision.moments);
     }

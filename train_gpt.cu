@@ -850,15 +850,6 @@ void backward(const Pass& p, float dloss, bool first_micro, bool last_micro) {
 // --------------------------------------------------------------------------------------------------------------------
 // Update.
 
-int64_t Optimizer::second_moments(const Model& model) {
-    if (!model.table.uses(OptimizerType::Muon)) return moments(model);
-    const int64_t parts = model.sharding.parts(model.sharding.splits_optimizer());
-    int64_t largest = 0;
-    for (int64_t part = 0; part < parts; part++)
-        largest = std::max(largest, second_moment_starts(model.table, part, parts).back());
-    return largest;
-}
-
 void Optimizer::allocate(const Context& ctx, const Model& whole, const OptimizerOptions& optimizer_options,
                          const GradientOptions& gradients) {
     const Model& model = whole.trained();
@@ -876,7 +867,7 @@ void Optimizer::allocate(const Context& ctx, const Model& whole, const Optimizer
     grads.allocate(table, sharding, gradients, gradient_bytes, &ctx);
     m = sharding.arena(first, sharding.splits_optimizer());
     v = sharding.arena(second, sharding.splits_optimizer());
-    if (table.uses(OptimizerType::Muon)) v.starts = second_moment_starts(table, v.part, v.parts);
+    v.starts = second_moment_starts(table, v.part, v.parts);
     options = optimizer_options;
     slices = make_update_slices(table, sharding, model.arenas, grads, m, v, options.rates);
     updated = std::vector<Event>(slices.size());
@@ -888,7 +879,7 @@ int64_t update_workspace_bytes(const Model& whole, int64_t round_bytes, const Ta
     return muon_workspace(model.table, model.sharding, model.precision.dtype, round_bytes, target).bytes();
 }
 
-// Muon goes first: the weights of a slice are gathered when both optimizers have updated it.
+// Whole matrices go first: the weights of a slice are gathered when all its optimizers have updated it.
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit) {
     const Range range(ctx.profiler, "update");
@@ -900,8 +891,7 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
     optimizer.muon.update(ctx, slices, acts.update_workspace, acts.scalars);
     for (size_t i = 0; i < slices.size(); i++) {
         const UpdateSlice& p = slices[i];
-        adamw_update(p.params, p.params_T, p.m, p.v, p.grads, p.segments.data(),
-                     static_cast<int64_t>(p.segments.size()), optimizer.options.adamw, acts.scalars, ctx.stream);
+        update_elements(p, optimizer.options, acts.scalars, ctx.stream);
         if (!p.gathered) continue;
         optimizer.updated[i].record(ctx.stream);
         optimizer.updated[i].make_wait(ctx.side);

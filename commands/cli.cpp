@@ -544,15 +544,17 @@ void add_sharding_options(CLI::App& app, ShardingOptions& o) {
 }
 
 CLI::Option* add_optimizer_option(CLI::App& app, OptimizerType& optimizer) {
+    std::vector<std::string> names;
+    for (const OptimizerFacts& facts : OPTIMIZERS) names.push_back(facts.name);
     return app
         .add_option_function<std::string>(
             "--optimizer",
-            [&optimizer](const std::string& name) {
-                optimizer = name == "muon" ? OptimizerType::Muon : OptimizerType::AdamW;
+            [&optimizer, names](const std::string& name) {
+                optimizer = OptimizerType(std::find(names.begin(), names.end(), name) - names.begin());
             },
             "optimizer of the matrices of the blocks; embeddings, head, norms and biases always use AdamW")
-        ->check(CLI::IsMember({"adamw", "muon"}))
-        ->default_str("adamw");
+        ->check(CLI::IsMember(names))
+        ->default_str(names[size_t(optimizer)]);
 }
 
 CLI::Option* add_optimizer_dtype_option(CLI::App& app, std::string& dtype) {

@@ -154,7 +154,7 @@ void show_json(const PlanReport& r) {
     for (const auto& [what, bytes] : r.memory.host_lines) result["host_bytes"][what] = bytes;
     result["in_use_before"] = r.in_use_before;
     for (const PlannedGroup& g : r.groups)
-        result["parameters"][g.name] = {{"weights", g.weights}, {"optimizer", OPTIMIZER_NAMES[size_t(g.optimizer)]}};
+        result["parameters"][g.name] = {{"weights", g.weights}, {"optimizer", facts_of(g.optimizer).name}};
     if (!r.stages.empty()) result["total_bytes_by_zero_stage"] = r.stages;
     std::cout << result.dump() << "\n";
 }
@@ -183,7 +183,7 @@ void show_plan(const PlanReport& r, const PlanOptions& o) {
         std::string name = g.name;
         std::replace(name.begin(), name.end(), '_', ' ');
         std::cout << "  " << name << std::string(24 - name.size(), ' ') << with_commas(g.weights) << " ("
-                  << OPTIMIZER_NAMES[size_t(g.optimizer)] << ")\n";
+                  << facts_of(g.optimizer).name << ")\n";
     }
     if (!r.stages.empty()) std::cout << "bytes on each of " << r.world << " ranks, by --zero-stage\n";
     for (size_t stage = 0; stage < r.stages.size(); stage++) {

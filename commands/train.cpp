@@ -57,13 +57,14 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
            "never")
         ->check(rate)
         ->capture_default_str();
-    app.add_option("--beta1", o.beta1, "AdamW's decay rate of the first moment")
+    app.add_option("--beta1", o.elementwise.adamw.beta1, "AdamW's decay rate of the first moment")
         ->check(number_in(0.0, 0.9999999))
         ->capture_default_str();
-    app.add_option("--beta2", o.beta2, "AdamW's decay rate of the second moment")
+    app.add_option("--beta2", o.elementwise.adamw.beta2, "AdamW's decay rate of the second moment")
         ->check(number_in(0.0, 0.9999999))
         ->capture_default_str();
-    app.add_option("--adam-eps", o.adam_eps, "AdamW's epsilon, which is added to the root of the second moment")
+    app.add_option("--adam-eps", o.elementwise.adamw.eps,
+                   "AdamW's epsilon, which is added to the root of the second moment")
         ->check(number_in(1e-30, 1.0))
         ->capture_default_str();
 }
@@ -99,15 +100,17 @@ void add_muon_options(CLI::App& app, MuonFlags& o) {
 // Throws UsageError for options that have no effect.
 void check_optimizer_options(const TrainOptions& o) {
     const MuonFlags& m = o.muon;
-    const std::pair<const char*, bool> of_muon[] = {{"--momentum", m.momentum.has_value()},
-                                                    {"--momentum-warmup", m.momentum_warmup.has_value()},
-                                                    {"--muon-coefficients", !m.coefficients.empty()},
-                                                    {"--muon-iterations", m.iterations.has_value()},
-                                                    {"--muon-scale", !m.scale.empty()},
-                                                    {"--adam-weight-decay", m.adam_weight_decay.has_value()}};
-    for (const auto& [name, given] : of_muon)
-        if (given && o.optimizer != OptimizerType::Muon)
-            throw UsageError(str(name, " is an option of --optimizer muon; add that or leave it out"));
+    const std::tuple<const char*, bool, OptimizerType> of_one[] = {
+        {"--momentum", m.momentum.has_value(), OptimizerType::Muon},
+        {"--momentum-warmup", m.momentum_warmup.has_value(), OptimizerType::Muon},
+        {"--muon-coefficients", !m.coefficients.empty(), OptimizerType::Muon},
+        {"--muon-iterations", m.iterations.has_value(), OptimizerType::Muon},
+        {"--muon-scale", !m.scale.empty(), OptimizerType::Muon},
+        {"--adam-weight-decay", m.adam_weight_decay.has_value(), OptimizerType::Muon}};
+    for (const auto& [name, given, owner] : of_one)
+        if (given && o.optimizer != owner)
+            throw UsageError(
+                str(name, " is an option of --optimizer ", facts_of(owner).name, "; add that or leave it out"));
     const std::pair<const char*, bool> of_frozen[] = {{"--embedding-lr", o.embedding_lr.has_value()},
                                                       {"--head-lr", o.head_lr.has_value()},
                                                       {"--vector-lr", o.vector_lr.has_value()},

@@ -7,6 +7,7 @@
 
 #include "models/lora.h"
 #include "models/model_source.h"
+#include "parallel/update.h"
 #include "runtime/communication/launcher.h"
 #include "runtime/device/fp8_codes.h"
 #include "runtime/device/tensor.h"
@@ -104,7 +105,8 @@ struct TrainOptions : RunOptions {
     double final_lr = 0.1, decay_fraction = 0.2;
     Schedule schedule = Schedule::Cosine;
     int64_t warmup = -1;  // -1: a twentieth of the steps
-    double weight_decay = 0.1, grad_clip = 1, spike_factor = 0, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8;
+    double weight_decay = 0.1, grad_clip = 1, spike_factor = 0;
+    ElementwiseOptions elementwise;  // less the seed
     MuonFlags muon;
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
     std::string sample_prompts;  // file; empty: samples without a prompt

@@ -48,8 +48,8 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Gradie
         plan.add("gradients in progress", grads.buffers + grads.sums + grads.exchanged);
         plan.add("optimizer (m, v)", Optimizer::state_bytes(trained), Offload::place(model.offload.optimizer));
         if (const int64_t world = model.sharding.world; world > 1) {
-            const bool all_to_all = trained.table.uses(OptimizerType::Muon) &&
-                                    trained.sharding.splits_optimizer();  // parallel/distributed_muon.h
+            const bool all_to_all =
+                trained.table.updates_matrices() && trained.sharding.splits_optimizer();  // parallel/distributed_muon.h
             plan.add("collectives", target.comm_overhead_bytes() + (all_to_all ? target.all_to_all_bytes(world) : 0));
         }
     }

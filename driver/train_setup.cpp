@@ -8,6 +8,7 @@
 
 #include "data/mixture.h"
 #include "driver/fp8_state.h"
+#include "model.h"
 #include "models/family.h"
 #include "runtime/files/files.h"
 #include "runtime/files/log.h"
@@ -18,6 +19,22 @@ using nlohmann::json;
 LearningRates learning_rates(const TrainOptions& o) {
     const double lr = o.lr.value_or(6e-4);
     return {lr, o.embedding_lr.value_or(lr), o.head_lr.value_or(lr), o.vector_lr.value_or(lr)};
+}
+
+OptimizerOptions optimizer_options(const TrainOptions& o) {
+    OptimizerOptions options;
+    static_cast<ElementwiseOptions&>(options) = o.elementwise;
+    options.adamw.seed = o.seed;
+    const LearningRates rates = learning_rates(o);
+    for (size_t g = 0; g < NUM_RATE_GROUPS; g++) {
+        const double decay = g ? o.muon.adam_weight_decay.value_or(o.weight_decay) : o.weight_decay;
+        options.rates[g] = {float(rates[0] > 0 ? rates[g] / rates[0] : 1), float(decay)};
+    }
+    options.muon.newton_schulz =
+        newton_schulz_coefficients(o.muon.coefficients_or_default(), int(o.muon.iterations.value_or(0)));
+    options.muon.scale = o.muon.rms_scale() ? MuonScale::RMS : MuonScale::Spectral;
+    options.muon.seed = o.seed;
+    return options;
 }
 
 double momentum(const TrainOptions& o, int64_t step) {
@@ -168,7 +185,7 @@ void check_unchanged(TrainSetup& s) {
     };
     same("the LoRA adapters: --lora-rank, --lora-alpha, --lora-targets, --rslora or --qlora", r.lora,
          s.o.lora.description());
-    same("--optimizer", r.optimizer, std::string(OPTIMIZER_NAMES[size_t(s.o.optimizer)]));
+    same("--optimizer", r.optimizer, std::string(facts_of(s.o.optimizer).name));
     same("--seed", r.seed, int64_t(s.o.seed));
     same("--seq-len", r.seq_len, s.o.seq_len);
     same("--total-batch-tokens", r.total_batch_tokens, s.o.total_batch_tokens);
@@ -201,12 +218,23 @@ void check_lora(const LoraOptions& lora, const ModelSource& source) {
 // Muon's spectral updates have singular values of about 1, whatever the matrix, and take a larger rate than AdamW.
 // AdamW moves each weight by about its rate, so embeddings that start with a standard deviation of 1 take a larger one
 // than those that start with 0.02. All four are the best of a sweep (docs/understand/learning.md). Adapters, which all
-// are hidden matrices, learn better with a smaller rate (docs/use/finetuning.md). A resumed run keeps its rates.
+// are hidden matrices, learn better with a smaller rate (docs/use/finetuning.md). Nothing: learning_rates() has them.
+std::optional<LearningRates> default_rates(const TrainSetup& s) {
+    switch (s.o.optimizer) {
+        case OptimizerType::AdamW:
+            break;
+        case OptimizerType::Muon:
+            if (s.o.muon.rms_scale()) break;
+            return LearningRates{s.o.lora.on() ? 5e-3 : 0.02, s.source.config.init == Init::FanIn ? 0.1 : 5e-3, 5e-3,
+                                 1e-2};
+    }
+    return {};
+}
+
+// A resumed run keeps its rates.
 void set_default_rates(TrainSetup& s) {
-    if (s.o.optimizer == OptimizerType::Muon && !s.o.muon.rms_scale()) {
-        const double hidden = s.o.lora.on() ? 5e-3 : 0.02;
-        const double embeddings = s.source.config.init == Init::FanIn ? 0.1 : 5e-3;
-        const LearningRates rates = s.resume.learning_rates.value_or(LearningRates{hidden, embeddings, 5e-3, 1e-2});
+    if (const std::optional<LearningRates> defaults = default_rates(s)) {
+        const LearningRates rates = s.resume.learning_rates.value_or(*defaults);
         std::optional<double>* const options[] = {&s.o.lr, &s.o.embedding_lr, &s.o.head_lr, &s.o.vector_lr};
         const size_t trained = s.o.lora.on() ? 1 : NUM_RATE_GROUPS;
         for (size_t g = 0; g < trained; g++)

@@ -14,6 +14,8 @@
 #include "driver/sample_prompts.h"
 #include "runtime/device/device.h"
 
+struct OptimizerOptions;  // model.h
+
 // A directory of --data.
 struct TrainingData {
     DataDirectory directory;
@@ -58,6 +60,9 @@ void check_same_tokenizer(const DataDirectory& data, const ModelSource& source);
 // The peak learning rate of each rate group (runtime/model/params.h).
 using LearningRates = std::array<double, NUM_RATE_GROUPS>;
 LearningRates learning_rates(const TrainOptions& options);
+
+// What the options say of each optimizer.
+OptimizerOptions optimizer_options(const TrainOptions& options);
 
 // Muon's momentum in a step, counted from 0.
 double momentum(const TrainOptions& options, int64_t step);

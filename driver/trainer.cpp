@@ -47,21 +47,6 @@ std::string fp8_warning(const ModelConfig& c) {
                " channels: quantisation takes what the matmuls save\n");
 }
 
-OptimizerOptions optimizer_options(const TrainOptions& o) {
-    OptimizerOptions options;
-    options.adamw = {static_cast<float>(o.beta1), static_cast<float>(o.beta2), static_cast<float>(o.adam_eps), o.seed};
-    const LearningRates rates = learning_rates(o);
-    for (size_t g = 0; g < NUM_RATE_GROUPS; g++) {
-        const double decay = g ? o.muon.adam_weight_decay.value_or(o.weight_decay) : o.weight_decay;
-        options.rates[g] = {float(rates[0] > 0 ? rates[g] / rates[0] : 1), float(decay)};
-    }
-    options.muon.newton_schulz =
-        newton_schulz_coefficients(o.muon.coefficients_or_default(), int(o.muon.iterations.value_or(0)));
-    options.muon.scale = o.muon.rms_scale() ? MuonScale::RMS : MuonScale::Spectral;
-    options.muon.seed = o.seed;
-    return options;
-}
-
 }  // namespace
 
 // Throws Error if the run does not fit into memory, with options that do.
@@ -461,7 +446,7 @@ void Trainer::save(bool last) {
                               {"data_history", data_history(setup)},
                               {"pack", options.pack},
                               {"dtype", dtype_name(dtype)},
-                              {"optimizer", OPTIMIZER_NAMES[size_t(options.optimizer)]},
+                              {"optimizer", facts_of(options.optimizer).name},
                               {"optimizer_dtype", options.optimizer_dtype},
                               {"lora", options.lora.description()},
                               {"learning_rates", rates},

@@ -39,7 +39,7 @@ MULTIARCH void update(float* params, float* m, float* v, const float* grads, int
 
 }  // namespace
 
-void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor grads, const AdamWSegment* segments,
+void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor grads, const ParamSegment* segments,
                   int64_t num_segments, const AdamWOptions& options, Tensor scalars, Stream) {
     const char* op = "adamw_update";
     require(!params_T, op, ": params_T is given; the CPU computes with the fp32 parameters themselves");
@@ -60,7 +60,7 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
     const double step_size = s.lr / (1 - std::pow(beta1, double(s.t)));
 
     float* p = params.as<float>();
-    parallel_segments(n, segments, num_segments, [&](const AdamWSegment& segment, int64_t begin, int64_t end) {
+    parallel_segments(n, segments, num_segments, [&](const ParamSegment& segment, int64_t begin, int64_t end) {
         Factors mine = f;
         mine.step_size = float(step_size * segment.lr_scale);
         mine.decay = s.lr * segment.lr_scale * segment.weight_decay;

@@ -23,7 +23,7 @@ struct AdamWDeviceSegment : DeviceSegment {
     int64_t to_v;  // index in v − index in the arena
 
     AdamWDeviceSegment() = default;
-    explicit AdamWDeviceSegment(const AdamWSegment& s)
+    explicit AdamWDeviceSegment(const ParamSegment& s)
         : DeviceSegment(s), to_v(s.v_begin < 0 ? 0 : s.v_begin - s.begin) {}
 };
 
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
 
 }  // namespace
 
-void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor grads, const AdamWSegment* segments,
+void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor grads, const ParamSegment* segments,
                   int64_t num_segments, const AdamWOptions& options, Tensor scalars, Stream stream) {
     const char* op = "adamw_update";
     check_adamw(op, params, params_T, m, v, grads, segments, num_segments, scalars);

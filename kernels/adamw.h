@@ -16,10 +16,6 @@
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 
-struct AdamWSegment : ParamSegment {
-    int64_t v_begin = -1;  // index of `begin` in v; -1: the same as in m
-};
-
 struct AdamWOptions {
     float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f;
     uint64_t seed = 0;  // for stochastic rounding
@@ -28,5 +24,5 @@ struct AdamWOptions {
 // grads [n] fp32 or bf16, m [n] fp32 or bf16: whole arenas. v [any size] of m's dtype, which may pack the segments.
 // params [any size] fp32, or null if no segment is in it. params_T [n] bf16 or fp16, or null. segments: on the host,
 // ascending in all of them. t ≥ 1 is checked on the CPU.
-void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor grads, const AdamWSegment* segments,
+void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor grads, const ParamSegment* segments,
                   int64_t num_segments, const AdamWOptions& options, Tensor scalars, Stream stream);

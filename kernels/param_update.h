@@ -32,4 +32,5 @@ struct ParamSegment {
     uint64_t key = 0;           // identifies the noise of the tensor (name_hash)
     int64_t first_element = 0;  // index of `begin` within its tensor, < 2³⁸
     float lr_scale = 1;         // learning rate of its group / the step's learning rate
+    int64_t v_begin = -1;       // of an optimizer with a second moment v: index of `begin` in v; -1: the same as in m
 };

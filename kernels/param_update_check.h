@@ -74,3 +74,17 @@ void check_params(const char* op, const Tensor& params, const Tensor& params_T, 
         }
     }
 }
+
+// The arguments of an update of each element by itself, second moments apart. Returns n, the number of elements of the
+// arenas.
+inline int64_t check_elementwise(const char* op, const Tensor& params, const Tensor& params_T, const Tensor& m,
+                                 const Tensor& grads, const ParamSegment* segments, int64_t num_segments,
+                                 const Tensor& scalars) {
+    const int64_t n = check_update_grads(op, grads);
+    check_moment(op, "m", m, n);
+    check_step_scalars(op, scalars);
+    check_segments(op, segments, num_segments, n);
+    check_params(op, params, params_T, segments, num_segments, n);
+    for (int64_t i = 0; m.dtype == DType::BF16 && i < num_segments; i++) check_noise(op, i, segments[i]);
+    return n;
+}

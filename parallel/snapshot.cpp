@@ -22,10 +22,8 @@ Snapshot::Snapshot(const ParamTable& params, DType weights, DType moments, int64
     }
     copies.m = part_arena(moments, own, part, parts);
     ParamArena v = copies.m.weights;
-    if (table.uses(OptimizerType::Muon)) {
-        v.starts = second_moment_starts(table, part, parts);
-        v.data = make_tensor(nullptr, moments, Device::CPU, {v.starts.back()});
-    }
+    v.starts = second_moment_starts(table, part, parts);
+    if (!v.starts.empty()) v.data = make_tensor(nullptr, moments, Device::CPU, {v.starts.back()});
     copies.v = v;
     for (const ParamArena* arena : parts_in_use()) total += arena->data.bytes();
 }

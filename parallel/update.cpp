@@ -28,13 +28,12 @@ UpdateSlice make_slice(const ParamTable& table, const Sharding& sharding, const 
     if (split && read.parts == 1) slice.gathered = read.groups(table, first, last);
 
     for (const Param& p : table.params) {
-        if (p.group < first || p.group >= last || p.optimizer != OptimizerType::AdamW) continue;
+        if (p.group < first || p.group >= last || facts_of(p.optimizer).whole_matrices) continue;
         const ParamArena::Span span = m.span(p, 0, p.padded_numel());
         if (!span.count) continue;
-        AdamWSegment segment;
-        static_cast<ParamSegment&>(segment) = param_segment(table, slice, m, p, span, rates);
-        segment.v_begin = v.span(p, 0, p.padded_numel()).at;
-        slice.segments.push_back(segment);
+        ParamSegment segment = param_segment(table, slice, m, p, span, rates);
+        if (facts_of(p.optimizer).second_moment) segment.v_begin = v.span(p, 0, p.padded_numel()).at;
+        slice.segments[size_t(p.optimizer)].push_back(segment);
     }
     return slice;
 }
@@ -68,4 +67,19 @@ std::vector<UpdateSlice> make_update_slices(const ParamTable& table, const Shard
         slices.push_back(make_slice(table, sharding, weights, grads, m, v, rates, first, last));
     }
     return slices;
+}
+
+void update_elements(const UpdateSlice& s, const ElementwiseOptions& options, Tensor scalars, Stream stream) {
+    for (size_t type = 0; type < NUM_OPTIMIZERS; type++) {
+        const ParamSegment* const segments = s.segments[type].data();
+        const int64_t n = int64_t(s.segments[type].size());
+        if (!n) continue;
+        switch (OptimizerType(type)) {
+            case OptimizerType::AdamW:
+                adamw_update(s.params, s.params_T, s.m, s.v, s.grads, segments, n, options.adamw, scalars, stream);
+                break;
+            case OptimizerType::Muon:  // has no segments here
+                break;
+        }
+    }
 }

@@ -15,12 +15,18 @@ struct GroupHyperparameters {
 };
 using HyperparametersByGroup = std::array<GroupHyperparameters, NUM_RATE_GROUPS>;
 
+// Of the optimizers that update each element by itself.
+struct ElementwiseOptions {
+    AdamWOptions adamw;
+};
+
 struct UpdateSlice {
     int first_group, last_group;  // groups [first_group, last_group) of the table
     // Views into the arenas of what this rank updates. params: fp32 or null; params_T: 16-bit or null
     // (kernels/param_update.h). v is the whole arena of this rank: it may be packed.
     Tensor params, params_T, m, v, grads;
-    std::vector<AdamWSegment> segments;
+    // Of the parameters whose optimizer updates each element by itself, by OptimizerType.
+    std::array<std::vector<ParamSegment>, NUM_OPTIMIZERS> segments;
     // The gradients whose squares this rank sums for the global norm. In stage 0 they are a part of what it updates.
     Tensor own_grads;
     // The whole group's weights, to be all-gathered after the update; params or params_T is this rank's part of them.
@@ -35,3 +41,6 @@ ParamSegment param_segment(const ParamTable& table, const UpdateSlice& slice, co
 std::vector<UpdateSlice> make_update_slices(const ParamTable& table, const Sharding& sharding,
                                             const WeightArenas& weights, const Gradients& grads, const ParamArena& m,
                                             const ParamArena& v, const HyperparametersByGroup& rates);
+
+// Updates the slice's segments. scalars: of the step (kernels/global_norm.h).
+void update_elements(const UpdateSlice& slice, const ElementwiseOptions& options, Tensor scalars, Stream stream);

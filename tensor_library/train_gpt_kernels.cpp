@@ -406,7 +406,7 @@ int tgk_adamw_update(tgk_context* context, const tgk_tensor* params, const tgk_t
         scalars.grad_scale = grad_scale;
         scalars.t = t;
         const Tensor on_device = upload_scalars(scalars, scratch(c, int64_t(sizeof(StepScalars))), c.stream);
-        AdamWSegment segment{};
+        ParamSegment segment{};
         segment.end = size(tensors[3], 0);
         segment.weight_decay = weight_decay;
         segment.fp32_begin = 0;

@@ -12,7 +12,7 @@ void adamw(benchmark::State& state, DType T) {
     const BenchArray params({n}), m({n}), v({n}, 0.1f, 1), grads({n}), scalars = BenchArray::bytes(sizeof(s));
     const BenchArray params_T(T, {T == DType::F32 ? 1 : n});
     copy_to_device(scalars.tensor().data, &s, sizeof(s), Stream{});
-    const AdamWSegment segments[] = {{0, n / 2, 0.1f, 0}, {n / 2, n, 0, n / 2}};
+    const ParamSegment segments[] = {{0, n / 2, 0.1f, 0}, {n / 2, n, 0, n / 2}};
     run_bench(state, [&] {
         adamw_update(params, T == DType::F32 ? Tensor{} : params_T.tensor(), m, v, grads, segments, 2, AdamWOptions{},
                      scalars, Stream{});

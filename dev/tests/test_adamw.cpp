@@ -16,8 +16,8 @@ TestArray make_scalars(float lr, float grad_scale, bool skip, int64_t t) {
 }
 
 // The segment has the same indices in params.
-AdamWSegment in_fp32(int64_t begin, int64_t end, float weight_decay, float lr_scale = 1) {
-    AdamWSegment segment{};
+ParamSegment in_fp32(int64_t begin, int64_t end, float weight_decay, float lr_scale = 1) {
+    ParamSegment segment{};
     segment.begin = begin;
     segment.end = end;
     segment.weight_decay = weight_decay;
@@ -33,7 +33,7 @@ TestArray squares(int64_t n, uint64_t seed, double scale) {
     return TestArray::of(values, {n});
 }
 
-void check(int64_t n, const std::vector<AdamWSegment>& segments, const AdamWOptions& options, float lr,
+void check(int64_t n, const std::vector<ParamSegment>& segments, const AdamWOptions& options, float lr,
            float grad_scale, int64_t t, double grad_size) {
     SCOPED_TRACE(str("n ", n, " t ", t, " grad_size ", grad_size, " grad_scale ", grad_scale));
     const TestArray params = TestArray::random({n}, 1, 0.02), grads = TestArray::random({n}, 4, grad_size);
@@ -42,7 +42,7 @@ void check(int64_t n, const std::vector<AdamWSegment>& segments, const AdamWOpti
                  make_scalars(lr, grad_scale, false, t), Stream{});
     const std::vector<double> p1 = params.fetch(), m1 = m.fetch(), v1 = v.fetch();
     std::vector<bool> covered(size_t(n), false);
-    for (const AdamWSegment& segment : segments) {
+    for (const ParamSegment& segment : segments) {
         reference::Values p, rm, rv;
         std::vector<double> gp, gm, gv;
         for (int64_t i = segment.begin; i < segment.end; i++) {
@@ -102,7 +102,7 @@ TEST(AdamW, TenStepsMatchOracle) {
     // Kernel and oracle each continue from their own state: errors may add up over the steps but not grow.
     const int64_t n = 300;
     const AdamWOptions options;
-    const std::vector<AdamWSegment> segments = {in_fp32(0, n, 0.1f)};
+    const std::vector<ParamSegment> segments = {in_fp32(0, n, 0.1f)};
     const TestArray params = TestArray::random({n}, 1, 0.02), m = TestArray::of(std::vector<double>(n, 0), {n});
     const TestArray v = TestArray::of(std::vector<double>(n, 0), {n});
     std::vector<double> p = params.values(), rm(n, 0), rv(n, 0);
@@ -128,7 +128,7 @@ TEST(AdamW, SkippedStepChangesNothing) {
     const int64_t n = 100;
     const TestArray params = TestArray::random({n}, 1), m = TestArray::random({n}, 2), v = squares(n, 3, 1);
     const TestArray grads = TestArray::poisoned({n});
-    const AdamWSegment segment = in_fp32(0, n, 0.1f);
+    const ParamSegment segment = in_fp32(0, n, 0.1f);
     adamw_update(params, Tensor{}, m, v, grads, &segment, 1, AdamWOptions{}, make_scalars(1e-3f, 1, true, 5), Stream{});
     expect_same_bits("params", params.values(), params.fetch());
     expect_same_bits("m", m.values(), m.fetch());
@@ -139,7 +139,7 @@ TEST(AdamW, ZeroGradientAndStateOnlyDecay) {
     const TestArray params = TestArray::of({1, -2, 4}, {3}), zero = TestArray::of({0, 0, 0}, {3}),
                     m = TestArray::of({0, 0, 0}, {3});
     const TestArray v = TestArray::of({0, 0, 0}, {3});
-    const AdamWSegment segments[] = {in_fp32(0, 2, 0), in_fp32(2, 3, 0.5f)};
+    const ParamSegment segments[] = {in_fp32(0, 2, 0), in_fp32(2, 3, 0.5f)};
     adamw_update(params, Tensor{}, m, v, zero, segments, 2, AdamWOptions{}, make_scalars(0.5f, 1, false, 1), Stream{});
     EXPECT_EQ(params.fetch(), (std::vector<double>{1, -2, 3}));
 }
@@ -147,7 +147,7 @@ TEST(AdamW, ZeroGradientAndStateOnlyDecay) {
 TEST(AdamW, BitsDoNotDependOnThreads) {
     const int64_t n = 50001;
     const TestArray grads = TestArray::random({n}, 1);
-    const AdamWSegment segments[] = {in_fp32(3, 20000, 0.1f), in_fp32(20001, n, 0)};
+    const ParamSegment segments[] = {in_fp32(3, 20000, 0.1f), in_fp32(20001, n, 0)};
     expect_deterministic("params", [&] {
         const TestArray params = TestArray::random({n}, 2), m = TestArray::random({n}, 3), v = squares(n, 4, 1);
         adamw_update(params, Tensor{}, m, v, grads, segments, 2, AdamWOptions{}, make_scalars(1e-3f, 1, false, 7),
@@ -158,7 +158,7 @@ TEST(AdamW, BitsDoNotDependOnThreads) {
 
 // More segments than one launch handles on a GPU, some of them empty.
 TEST(AdamW, ManySegmentsMatchOracle) {
-    std::vector<AdamWSegment> segments;
+    std::vector<ParamSegment> segments;
     for (int64_t i = 0; i < 1100; i++) segments.push_back(in_fp32(i * 50, i * 50 + i % 51, i % 3 ? 0.1f : 0));
     check(55000, segments, AdamWOptions{}, 1e-2f, 1, 3, 1e-2);
 }
@@ -174,8 +174,8 @@ TEST(AdamW, ResultDoesNotDependOnParameterLocation) {
         if (i < 2000 || i >= 2000 + gap) packed[size_t(i < 2000 ? i + 3 : i + 3 - gap)] = params.data()[i];
     const TestArray elsewhere = TestArray::of(packed, {n - gap + 3});
     const TestArray m2 = TestArray::of(m.values(), {n}), v2 = TestArray::of(v.values(), {n});
-    const AdamWSegment same[] = {in_fp32(0, 2000, 0.1f), in_fp32(2000 + gap, n, 0)};
-    const AdamWSegment other[] = {{0, 2000, 0.1f, 3}, {2000 + gap, n, 0, 2003}};
+    const ParamSegment same[] = {in_fp32(0, 2000, 0.1f), in_fp32(2000 + gap, n, 0)};
+    const ParamSegment other[] = {{0, 2000, 0.1f, 3}, {2000 + gap, n, 0, 2003}};
     adamw_update(params, Tensor{}, m, v, grads, same, 2, AdamWOptions{}, scalars, Stream{});
     adamw_update(elsewhere, Tensor{}, m2, v2, grads, other, 2, AdamWOptions{}, scalars, Stream{});
     const std::vector<double> expected = params.fetch(), got = elsewhere.fetch();
@@ -193,19 +193,19 @@ TEST(AdamW, PackedSecondMomentAndLearningRates) {
     const int64_t n = 3001, packed_size = 2100;
     const TestArray params = TestArray::random({n}, 1, 0.02), m = TestArray::random({n}, 2, 1e-3),
                     grads = TestArray::random({n}, 4, 1e-2), packed = squares(packed_size, 3, 1e-2);
-    AdamWSegment segments[] = {in_fp32(5, 1005, 0.1f), in_fp32(2000, n, 0.5f)};  // in v from 3 and from 1010 on
+    ParamSegment segments[] = {in_fp32(5, 1005, 0.1f), in_fp32(2000, n, 0.5f)};  // in v from 3 and from 1010 on
     segments[0].v_begin = 3;
     segments[0].lr_scale = 0.25f;
     segments[1].v_begin = 1010;
     segments[1].lr_scale = 3;
     std::vector<double> whole(size_t(n), 1e-4);
-    for (const AdamWSegment& s : segments)
+    for (const ParamSegment& s : segments)
         for (int64_t i = s.begin; i < s.end; i++) whole[size_t(i)] = packed.data()[s.v_begin + i - s.begin];
     const TestArray v = TestArray::of(whole, {n});
     std::vector<std::vector<double>> expected;  // of params and v, each segment with its own learning rate
-    for (const AdamWSegment& s : segments) {
+    for (const ParamSegment& s : segments) {
         const TestArray p2 = TestArray::of(params.values(), {n}), m2 = TestArray::of(m.values(), {n});
-        const AdamWSegment alone = in_fp32(s.begin, s.end, s.weight_decay);
+        const ParamSegment alone = in_fp32(s.begin, s.end, s.weight_decay);
         adamw_update(p2, Tensor{}, m2, v, grads, &alone, 1, AdamWOptions{},
                      make_scalars(1e-3f * s.lr_scale, 1, false, 7), Stream{});
         expected.push_back(p2.fetch());
@@ -230,11 +230,11 @@ struct Updated {
     std::vector<double> params, m, v;
 };
 // Moments of the given dtype, from the same bf16 numbers. v is packed without the gaps of `segments`, 3 elements later.
-Updated update_moments(DType dtype, int64_t n, std::vector<AdamWSegment> segments, uint64_t seed, int64_t t,
+Updated update_moments(DType dtype, int64_t n, std::vector<ParamSegment> segments, uint64_t seed, int64_t t,
                        const std::vector<double>& m0, const std::vector<double>& v0, DType grad_dtype = DType::F32) {
     int64_t end = 3;
     std::vector<double> packed(size_t(n) + 3, 0.25);
-    for (AdamWSegment& s : segments) {
+    for (ParamSegment& s : segments) {
         s.v_begin = end;
         for (int64_t i = s.begin; i < s.end; i++) packed[size_t(end++)] = v0[size_t(i)];
     }
@@ -247,7 +247,7 @@ Updated update_moments(DType dtype, int64_t n, std::vector<AdamWSegment> segment
                  make_scalars(1e-3f, 0.7f, false, t), Stream{});
     Updated result{params.fetch(), m.fetch(), std::vector<double>(size_t(n), 0.25)};
     const std::vector<double> v1 = v.fetch();
-    for (const AdamWSegment& s : segments)
+    for (const ParamSegment& s : segments)
         for (int64_t i = s.begin; i < s.end; i++) result.v[size_t(i)] = v1[size_t(s.v_begin + i - s.begin)];
     for (int64_t i = 0; i < 3; i++) EXPECT_EQ(v1[size_t(i)], 0.25);
     return result;
@@ -260,8 +260,8 @@ std::vector<double> bf16_moments(int64_t n, bool second) {
     return values;
 }
 
-std::vector<AdamWSegment> with_keys(int64_t n) {
-    std::vector<AdamWSegment> segments = {in_fp32(0, 4000, 0.1f), in_fp32(4003, 7001, 0), in_fp32(7001, n - 6, 0.1f)};
+std::vector<ParamSegment> with_keys(int64_t n) {
+    std::vector<ParamSegment> segments = {in_fp32(0, 4000, 0.1f), in_fp32(4003, 7001, 0), in_fp32(7001, n - 6, 0.1f)};
     segments[0].key = name_hash("a");
     segments[1].key = name_hash("b");
     segments[2].key = name_hash("c");
@@ -289,11 +289,11 @@ TEST(AdamW, MomentsInBf16AreTheRoundedFp32Ones) {
     const int64_t n = 10007, t = 7;
     const uint64_t seed = 1234567890123456789;
     const std::vector<double> m0 = bf16_moments(n, false), v0 = bf16_moments(n, true);
-    const std::vector<AdamWSegment> segments = with_keys(n);
+    const std::vector<ParamSegment> segments = with_keys(n);
     const Updated exact = update_moments(DType::F32, n, segments, seed, t, m0, v0),
                   got = update_moments(DType::BF16, n, segments, seed, t, m0, v0);
     expect_same_bits("params", exact.params, got.params);
-    for (const AdamWSegment& s : segments)
+    for (const ParamSegment& s : segments)
         for (int64_t i = s.begin; i < s.end; i++) {
             const int64_t element = i - s.begin + s.first_element;
             const size_t at = size_t(i);
@@ -307,8 +307,8 @@ TEST(AdamW, MomentsInBf16AreTheRoundedFp32Ones) {
 TEST(AdamW, MomentsInBf16DoNotDependOnSegments) {
     const int64_t n = 10007;
     const std::vector<double> m0 = bf16_moments(n, false), v0 = bf16_moments(n, true);
-    std::vector<AdamWSegment> parts;
-    for (const AdamWSegment& s : with_keys(n))
+    std::vector<ParamSegment> parts;
+    for (const ParamSegment& s : with_keys(n))
         for (int64_t begin = s.begin; begin < s.end; begin += 1021) {
             parts.push_back(s);
             parts.back().begin = parts.back().fp32_begin = begin;
@@ -328,7 +328,7 @@ TEST(AdamW, MomentsInBf16DoNotDependOnSegments) {
 TEST(AdamW, MomentsInBf16AreUnbiased) {
     const int64_t n = 200, draws = 2000;
     const std::vector<double> m0 = bf16_moments(n, false), v0 = bf16_moments(n, true);
-    std::vector<AdamWSegment> segments = {in_fp32(0, n, 0.1f)};
+    std::vector<ParamSegment> segments = {in_fp32(0, n, 0.1f)};
     const Updated exact = update_moments(DType::F32, n, segments, 1, 9, m0, v0);
     std::vector<double> m(size_t(n), 0), v(size_t(n), 0);
     int64_t together = 0, rounded_pairs = 0;  // m and v of an element both rounded away from zero
@@ -368,7 +368,7 @@ TEST(AdamW, SkippedStepKeepsBf16Moments) {
     const int64_t n = 100;
     const TestArray params = TestArray::random({n}, 1), m = TestArray::random(DType::BF16, {n}, 2),
                     v = TestArray::of(DType::BF16, squares(n, 3, 1).values(), {n}), grads = TestArray::poisoned({n});
-    const AdamWSegment segment = in_fp32(0, n, 0.1f);
+    const ParamSegment segment = in_fp32(0, n, 0.1f);
     adamw_update(params, Tensor{}, m, v, grads, &segment, 1, AdamWOptions{}, make_scalars(1e-3f, 1, true, 5), Stream{});
     expect_same_bits("m", m.values(), m.fetch());
     expect_same_bits("v", v.values(), v.fetch());
@@ -383,7 +383,7 @@ TEST(AdamW, WritesRoundedCopyOfParameters) {
         const TestArray params = TestArray::random({n}, 1, 0.02), m = TestArray::random({n}, 2, 1e-3),
                         v = squares(n, 3, 1e-2), grads = TestArray::random({n}, 4, 1e-2);
         const TestArray params_T = TestArray::poisoned(T, {n});
-        const AdamWSegment segments[] = {in_fp32(3, 5000, 0.1f), in_fp32(5001, n, 0)};
+        const ParamSegment segments[] = {in_fp32(3, 5000, 0.1f), in_fp32(5001, n, 0)};
         adamw_update(params, params_T, m, v, grads, segments, 2, AdamWOptions{}, make_scalars(1e-3f, 1, false, 7),
                      Stream{});
         const std::vector<double> p = params.fetch(), copy = params_T.fetch();
@@ -401,7 +401,7 @@ namespace {
 
 // One update of parameters without master weights; m and v start again. Returns the parameters.
 std::vector<double> update_bf16(const std::vector<double>& p, const TestArray& grads,
-                                const std::vector<AdamWSegment>& segments, uint64_t seed, int64_t t) {
+                                const std::vector<ParamSegment>& segments, uint64_t seed, int64_t t) {
     const int64_t n = int64_t(p.size());
     const TestArray params_T = TestArray::of(DType::BF16, p, {n}), m = TestArray::random({n}, 2, 1e-3),
                     v = squares(n, 3, 1e-2);
@@ -414,11 +414,11 @@ std::vector<double> update_bf16(const std::vector<double>& p, const TestArray& g
 
 // The same update in fp32 from the same bf16 numbers, before rounding.
 std::vector<double> update_fp32(const std::vector<double>& p, const TestArray& grads,
-                                const std::vector<AdamWSegment>& segments, int64_t t) {
+                                const std::vector<ParamSegment>& segments, int64_t t) {
     const int64_t n = int64_t(p.size());
     const TestArray params = TestArray::of(p, {n}), m = TestArray::random({n}, 2, 1e-3), v = squares(n, 3, 1e-2);
-    std::vector<AdamWSegment> fp32 = segments;
-    for (AdamWSegment& s : fp32) s.fp32_begin = s.begin;
+    std::vector<ParamSegment> fp32 = segments;
+    for (ParamSegment& s : fp32) s.fp32_begin = s.begin;
     adamw_update(params, Tensor{}, m, v, grads, fp32.data(), int64_t(fp32.size()), AdamWOptions{},
                  make_scalars(1e-3f, 1, false, t), Stream{});
     return params.fetch();
@@ -446,12 +446,12 @@ TEST(AdamW, StochasticRoundingUsesTheSpecifiedNoise) {
     p = TestArray::of(DType::BF16, p, {n}).values();
     const TestArray grads = TestArray::random({n}, 4, 1e-2);
     // b starts at an index that is not aligned for vectors; c is a part of a tensor, from its element 1001 on.
-    const std::vector<AdamWSegment> segments = {
+    const std::vector<ParamSegment> segments = {
         {0, 4000, 0.1f, -1, keys[0]}, {4003, 7001, 0, -1, keys[1]}, {7001, n - 6, 0.1f, -1, keys[2], 1001}};
     const std::vector<double> got = update_bf16(p, grads, segments, seed, t),
                               exact = update_fp32(p, grads, segments, t);
     int64_t up = 0, down = 0;
-    for (const AdamWSegment& s : segments)
+    for (const ParamSegment& s : segments)
         for (int64_t i = s.begin; i < s.end; i++) {
             const double x = exact[size_t(i)],
                          expected = round_by(x, noise_of(seed, t, s.key, i - s.begin + s.first_element));
@@ -491,7 +491,7 @@ TEST(AdamW, RoundingDoesNotDependOnLocationOrSegments) {
         const TestArray params_T = moved(p, DType::BF16), g = moved(grads.values(), DType::F32),
                         m = moved(TestArray::random({n}, 2, 1e-3).values(), DType::F32),
                         v = moved(squares(n, 3, 1e-2).values(), DType::F32);
-        const AdamWSegment segment = {at, size, 0.1f, -1, key};
+        const ParamSegment segment = {at, size, 0.1f, -1, key};
         AdamWOptions options;
         options.seed = seed;
         adamw_update(Tensor{}, params_T, m, v, g, &segment, 1, options, make_scalars(1e-3f, 1, false, t), Stream{});
@@ -511,7 +511,7 @@ TEST(AdamW, RoundingDependsOnSeedStepAndTensor) {
         const TestArray params_T = TestArray::of(DType::BF16, std::vector<double>(size_t(n), 1), {n}),
                         m = TestArray::of(std::vector<double>(size_t(n), 0), {n}),
                         v = TestArray::of(std::vector<double>(size_t(n), 0), {n});
-        const AdamWSegment segment = {0, n, 1, -1, key};
+        const ParamSegment segment = {0, n, 1, -1, key};
         AdamWOptions options;
         options.seed = seed;
         adamw_update(Tensor{}, params_T, m, v, zeros, &segment, 1, options, make_scalars(0x1p-9f, 1, false, t),
@@ -537,7 +537,7 @@ TEST(AdamW, RoundingIsUnbiased) {
     const int64_t n = 200, draws = 2000;
     const std::vector<double> p = bf16_parameters(n);
     const TestArray grads = TestArray::random({n}, 4, 1e-2);
-    std::vector<AdamWSegment> segments = {{0, n, 0.1f, -1, 0}};
+    std::vector<ParamSegment> segments = {{0, n, 0.1f, -1, 0}};
     const std::vector<double> exact = update_fp32(p, grads, segments, 9);
     std::vector<double> sum(size_t(n), 0);
     for (int64_t draw = 0; draw < draws; draw++) {
@@ -565,7 +565,7 @@ TEST(AdamW, StepsBelowOneUlpMoveTheMean) {
     const TestArray params_T = TestArray::of(DType::BF16, ones, {n}), m = TestArray::of(zeros, {n}),
                     v = TestArray::of(zeros, {n}), grads = TestArray::of(std::vector<double>(size_t(n), -1), {n});
     const TestArray fp32 = TestArray::of(std::vector<double>(size_t(norm), 1), {norm});
-    const AdamWSegment segments[] = {
+    const ParamSegment segments[] = {
         {0, 4096, 0, -1, name_hash("weight")}, {4096, 4096 + norm, 0, 0}, {4096 + norm, n, 0, -1, name_hash("other")}};
     // With a constant gradient Adam's step is lr for every t.
     for (int64_t t = 1; t <= steps; t++)
@@ -588,7 +588,7 @@ TEST(AdamW, SkippedStepKeepsBf16Parameters) {
     const int64_t n = 100;
     const TestArray params_T = TestArray::random(DType::BF16, {n}, 1), m = TestArray::random({n}, 2),
                     v = squares(n, 3, 1), grads = TestArray::poisoned({n});
-    const AdamWSegment segment = {0, n, 0.1f, -1, 1};
+    const ParamSegment segment = {0, n, 0.1f, -1, 1};
     adamw_update(Tensor{}, params_T, m, v, grads, &segment, 1, AdamWOptions{}, make_scalars(1e-3f, 1, true, 5),
                  Stream{});
     expect_same_bits("params_T", params_T.values(), params_T.fetch());
@@ -600,22 +600,22 @@ TEST(AdamW, SkippedStepKeepsBf16Parameters) {
 TEST(AdamW, InvalidArgumentsAreErrors) {
     const TestArray a = TestArray::random({10}, 1), b = TestArray::random({9}, 2),
                     scalars = make_scalars(1, 1, false, 1);
-    const AdamWSegment good = in_fp32(0, 10, 0), outside = in_fp32(0, 11, 0), backwards = in_fp32(5, 4, 0);
-    const AdamWSegment overlapping[] = {in_fp32(0, 6, 0), in_fp32(5, 10, 0)};
-    const AdamWSegment overlapping_params[] = {in_fp32(0, 5, 0), {5, 10, 0, 4}};
-    const AdamWSegment beyond_params = {0, 10, 0, 1}, nowhere = {0, 10, 0};
+    const ParamSegment good = in_fp32(0, 10, 0), outside = in_fp32(0, 11, 0), backwards = in_fp32(5, 4, 0);
+    const ParamSegment overlapping[] = {in_fp32(0, 6, 0), in_fp32(5, 10, 0)};
+    const ParamSegment overlapping_params[] = {in_fp32(0, 5, 0), {5, 10, 0, 4}};
+    const ParamSegment beyond_params = {0, 10, 0, 1}, nowhere = {0, 10, 0};
     const AdamWOptions options;
     const TestArray half = TestArray::random(DType::F16, {10}, 4), bf16_m = TestArray::random(DType::BF16, {10}, 4);
     expect_error([&] { adamw_update(a, Tensor{}, half, a, a, &good, 1, options, scalars, Stream{}); },
                  "adamw_update: m is fp16 [10], expected fp32 or bf16 [10]");
     expect_error([&] { adamw_update(a, Tensor{}, bf16_m, a, a, &good, 1, options, scalars, Stream{}); },
                  "adamw_update: v is fp32 and m is bf16, expected one dtype");
-    AdamWSegment beyond_noise = good;
+    ParamSegment beyond_noise = good;
     beyond_noise.first_element = int64_t(1) << 38;
     expect_error(
         [&] { adamw_update(a, Tensor{}, bf16_m, bf16_m, a, &beyond_noise, 1, options, scalars, Stream{}); },
         "adamw_update: segment 0 begins at element 274877906944 of its tensor, expected less than 2^38 elements");
-    const auto update = [&](Tensor params, Tensor params_T, Tensor m, const AdamWSegment* segments, int64_t count) {
+    const auto update = [&](Tensor params, Tensor params_T, Tensor m, const ParamSegment* segments, int64_t count) {
         adamw_update(params, params_T, m, a, a, segments, count, options, scalars, Stream{});
     };
     expect_error([&] { update(a, {}, b, &good, 1); }, "adamw_update: m is fp32 [9], expected fp32 [10]");
@@ -633,7 +633,7 @@ TEST(AdamW, InvalidArgumentsAreErrors) {
                  "adamw_update: segment 1 lies at [4, 9) of params, expected ascending segments within [0, 10)");
     expect_error([&] { update(a, {}, a, &beyond_params, 1); },
                  "adamw_update: segment 0 lies at [1, 11) of params, expected ascending segments within [0, 10)");
-    AdamWSegment beyond_v = good;
+    ParamSegment beyond_v = good;
     beyond_v.v_begin = 1;
     expect_error([&] { update(a, {}, a, &beyond_v, 1); },
                  "adamw_update: segment 0 lies at [1, 11) of v, expected ascending segments within [0, 10)");
@@ -645,7 +645,7 @@ TEST(AdamW, InvalidArgumentsAreErrors) {
     const TestArray bf16_short = TestArray::random(DType::BF16, {9}, 3),
                     bf16_good = TestArray::random(DType::BF16, {10}, 3),
                     fp16_good = TestArray::random(DType::F16, {10}, 3);
-    AdamWSegment far = nowhere;
+    ParamSegment far = nowhere;
     far.first_element = int64_t(1) << 38;
     expect_error([&] { update(a, a, a, &good, 1); }, "adamw_update: params_T is fp32 [10], expected bf16 or fp16");
     expect_error([&] { update(a, bf16_short, a, &good, 1); }, "adamw_update: params_T is bf16 [9], expected bf16 [10]");

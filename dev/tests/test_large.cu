@@ -425,7 +425,7 @@ TEST(Large, AdamW) {
     const StepScalars s = {1e-3f, 1, 0, 0, 2, 3, 0.7f, 0, 10, 0, {}};
     const TestArray scalars = TestArray::bytes(&s, sizeof(s));
     const AdamWOptions options;
-    const AdamWSegment segments[] = {{0, LIMIT - 300, 0.1f, 0}, {LIMIT - 300, n, 0, LIMIT - 300}};
+    const ParamSegment segments[] = {{0, LIMIT - 300, 0.1f, 0}, {LIMIT - 300, n, 0, LIMIT - 300}};
     adamw_update(params, params_T, m, v, grads, segments, 2, options, scalars, Stream{});
     Compared p1, m1, v1;
     for (const int64_t begin : sampled_runs(n, 64)) {

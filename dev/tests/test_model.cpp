@@ -726,7 +726,7 @@ TEST(ParameterTable, RateGroupsOfPresets) {
     for (const ParamTable& table : {gpt2, llama, gated})
         for (const Param& p : table.params)
             EXPECT_EQ(p.optimizer == OptimizerType::Muon, p.rate_group == RateGroup::HiddenMatrices) << p.name;
-    EXPECT_FALSE(parameter_table(config, 1).uses(OptimizerType::Muon));
+    EXPECT_FALSE(parameter_table(config, 1).updates_matrices());
 }
 
 TEST(ParameterTable, FlopPerToken) {

@@ -276,8 +276,12 @@ TEST(Params, PackedSecondMoment) {
             EXPECT_EQ(covered, p.optimizer == OptimizerType::AdamW ? p.padded_numel() - 2 : 0) << p.name;
         }
         EXPECT_EQ(second_moment_starts(table, 0, 1).back(), 5 * 128 + 2 * 128);  // 208 x 3, and two of one block each
+        EXPECT_EQ(second_moment_size(table, 1), 5 * 128 + 2 * 128);
     }
     ParamTable table = small_table();
+    table.layout(2);
+    EXPECT_TRUE(second_moment_starts(table, 1, 2).empty());  // AdamW alone: v has the layout of m
+    EXPECT_EQ(second_moment_size(table, 2), table.total / 2);
     table.params[1].optimizer = OptimizerType::Muon;
     table.params[1].part_rows = {4, 4};
     expect_error([&] { table.layout(1); }, {"layers.0.qkv", "parts cover 8 of 7 rows"});

@@ -96,7 +96,7 @@ TEST(UpdateSlices, CoverEveryElementOnce) {
                         EXPECT_EQ(bool(slice.gathered),
                                   world > 1 && (stage == 1 || stage == 2 ||
                                                 (stage == 3 && slice.m.numel() * world == table.fp32_total)));
-                        for (const AdamWSegment& s : slice.segments)
+                        for (const ParamSegment& s : slice.segments[size_t(OptimizerType::AdamW)])
                             for (int64_t i = 0; i < s.end - s.begin; i++)
                                 updates.at(s.key).at(size_t(s.first_element + i))++;
                     }

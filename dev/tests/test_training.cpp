@@ -43,7 +43,9 @@ INSTANTIATE_TEST_SUITE_P(Presets, Overfit,
 
 // A non-finite loss changes neither the weights nor the optimizer's state.
 TEST(Update, SkipsNonFiniteSteps) {
-    for (const OptimizerType optimizer : {OptimizerType::AdamW, OptimizerType::Muon}) {
+    for (size_t type = 0; type < NUM_OPTIMIZERS; type++) {
+        SCOPED_TRACE(OPTIMIZERS[type].name);
+        const OptimizerType optimizer = OptimizerType(type);
         Driver driver(base_config(), training_shape(2, 11), true, Driver::default_options(), optimizer);
         driver.randomise(3);
         const Batch batch = random_batch(base_config(), 2, 11, 5);
@@ -184,7 +186,9 @@ TEST(Update, MuonStepMatchesReference) {
 TEST(Update, OffloadedStateHasTheSameBits) {
     const DType dtype = backend_device() == Device::CPU ? DType::F32 : DType::BF16;
     const Batch batch = random_batch(base_config(), 2, 11, 5);
-    for (const OptimizerType optimizer : {OptimizerType::AdamW, OptimizerType::Muon}) {
+    for (size_t type = 0; type < NUM_OPTIMIZERS; type++) {
+        SCOPED_TRACE(OPTIMIZERS[type].name);
+        const OptimizerType optimizer = OptimizerType(type);
         for (const Offload offload :
              {Offload{true, false, false}, Offload{false, true, false}, Offload{true, true, true}}) {
             const auto trained = [&](Offload chosen) {
@@ -298,8 +302,7 @@ TEST(Training, MemoryMatchesThePlan) {
         const int64_t before = device_memory_available();
         TrainingRun run({"--model", "gpt2-124M", "--dtype", "bf16", "--batch-size", "8", "--seq-len", "1024",
                          "--recompute", level == Recompute::None ? "none" : "block", "--optimizer",
-                         OPTIMIZER_NAMES[size_t(optimizer)], "--matmul-dtype", fp8 ? "fp8" : "model", "--offload",
-                         offload});
+                         facts_of(optimizer).name, "--matmul-dtype", fp8 ? "fp8" : "model", "--offload", offload});
         run.steps(3);
         const double used = double(before - device_memory_available());
         ModelConfig config;

@@ -37,10 +37,10 @@ DType stored_dtype(const std::string& prefix, const Param& p, const WeightArenas
     return is_weights(prefix) ? DType::F32 : arenas.exact(p).data.dtype;
 }
 
-// Whether a part of the state has a tensor of this parameter. What Muon updates has no second moment.
+// Whether a part of the state has a tensor of this parameter. Some optimizers have no second moment.
 bool in_state(const std::string& prefix, const Param& p, const WeightArenas& arenas, DType export_dtype) {
     if (is_weights(prefix)) return dtype_size(export_dtype) < dtype_size(arenas.exact(p).data.dtype);
-    return prefix != "v/" || p.optimizer == OptimizerType::AdamW;
+    return prefix != "v/" || facts_of(p.optimizer).second_moment;
 }
 
 std::vector<int64_t> param_shape(const Param& p) {

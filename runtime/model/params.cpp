@@ -35,7 +35,7 @@ void check(const Param& p) {
     }
     require(covered == p.rows, "parameter ", p.name, ": its sources cover ", covered, " of ", p.rows, " rows");
     const int64_t in_parts = std::accumulate(p.part_rows.begin(), p.part_rows.end(), int64_t(0));
-    require(in_parts == p.rows || (p.part_rows.empty() && p.optimizer == OptimizerType::AdamW), "parameter ", p.name,
+    require(in_parts == p.rows || (p.part_rows.empty() && !facts_of(p.optimizer).whole_matrices), "parameter ", p.name,
             ": its parts cover ", in_parts, " of ", p.rows, " rows");
 }
 
@@ -47,8 +47,9 @@ int64_t ParamTable::num_weights() const {
     return n;
 }
 
-bool ParamTable::uses(OptimizerType optimizer) const {
-    return std::any_of(params.begin(), params.end(), [&](const Param& p) { return p.optimizer == optimizer; });
+bool ParamTable::updates_matrices() const {
+    return std::any_of(params.begin(), params.end(),
+                       [](const Param& p) { return facts_of(p.optimizer).whole_matrices; });
 }
 
 const Param* ParamTable::find(int role, int layer) const {
@@ -193,7 +194,18 @@ std::vector<int64_t> packed_starts(const ParamTable& table, int64_t part, int64_
 }
 
 std::vector<int64_t> second_moment_starts(const ParamTable& table, int64_t part, int64_t parts) {
-    return packed_starts(table, part, parts, [](const Param& p) { return p.optimizer == OptimizerType::AdamW; });
+    const auto has = [](const Param& p) { return facts_of(p.optimizer).second_moment; };
+    if (std::all_of(table.params.begin(), table.params.end(), has)) return {};
+    return packed_starts(table, part, parts, has);
+}
+
+int64_t second_moment_size(const ParamTable& table, int64_t parts) {
+    int64_t largest = 0;
+    for (int64_t part = 0; part < parts; part++) {
+        const std::vector<int64_t> starts = second_moment_starts(table, part, parts);
+        largest = std::max(largest, starts.empty() ? table.total / parts : starts.back());
+    }
+    return largest;
 }
 
 Tensor WeightArenas::tensor(const Param& p) const {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <functional>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,9 +23,19 @@ struct SourceTensor {
     bool transposed;
 };
 
-// The optimizer of a parameter.
+// The optimizer of a parameter, and what the rest of the program asks about one (CONTRIBUTING.md has the recipe for a
+// new one).
 enum class OptimizerType : uint8_t { AdamW, Muon };
-constexpr const char* OPTIMIZER_NAMES[] = {"adamw", "muon"};
+struct OptimizerFacts {
+    const char* name;     // on the command line and in files
+    bool second_moment;   // its state has v beside m
+    bool whole_matrices;  // it updates matrices (parallel/distributed_muon.h), not elements (parallel/update.h)
+};
+constexpr OptimizerFacts OPTIMIZERS[] = {{"adamw", true, false}, {"muon", false, true}};  // in the enum's order
+constexpr size_t NUM_OPTIMIZERS = std::size(OPTIMIZERS);
+constexpr const OptimizerFacts& facts_of(OptimizerType optimizer) {
+    return OPTIMIZERS[size_t(optimizer)];
+}
 
 // Parameters that share a learning rate. Hidden matrices: the matrices of the blocks, except a decay gate's, which are
 // few and count as vectors. A tied head is an embedding.
@@ -70,8 +81,8 @@ struct ParamTable {
     int num_groups() const { return int(group_begin.size()) - 1; }
     int64_t group_size(int g) const { return group_begin[size_t(g) + 1] - group_begin[size_t(g)]; }
 
-    int64_t num_weights() const;  // elements as in files
-    bool uses(OptimizerType optimizer) const;
+    int64_t num_weights() const;    // elements as in files
+    bool updates_matrices() const;  // whether an optimizer of its parameters does (OptimizerFacts)
     // Describes groups [first, last) of a dtype for people: "layer 10 to layer 11, 54.07 MiB".
     std::string describe_groups(int first, int last, DType dtype) const;
     // The parameter of a role, or nullptr if this model has none (no bias, tied head). Valid after layout().
@@ -131,8 +142,10 @@ ParamArena::Span owned_span(const Param& p, int64_t part, int64_t parts);
 // elements.
 std::vector<int64_t> packed_starts(const ParamTable& table, int64_t part, int64_t parts,
                                    const std::function<bool(const Param&)>& held);
-// Of Adam's second moment: only the parameters that AdamW updates have one.
+// Of the second moment v, which only some optimizers have. Empty if all parameters have one.
 std::vector<int64_t> second_moment_starts(const ParamTable& table, int64_t part, int64_t parts);
+// Elements of v, the largest over the parts.
+int64_t second_moment_size(const ParamTable& table, int64_t parts);
 
 // The memory behind a model's parameters.
 struct WeightArenas {
