@@ -14,18 +14,18 @@
 #include <numeric>
 
 #include "driver/linear_layer.h"
+#include "driver/norm_acts.h"
 #include "driver/trainer.h"
 #include "kernels/activation.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/embedding.h"
 #include "kernels/gather_rows.h"
-#include "kernels/layernorm.h"
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/linear_cross_entropy.h"
 #include "kernels/matmul.h"
+#include "kernels/norm.h"
 #include "kernels/qk_norm_all_heads.h"
-#include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
 #include "kernels/softcap.h"
 #include "models/family.h"
@@ -257,44 +257,12 @@ Batch single_sequence(const int32_t* tokens, int64_t n) {
 
 namespace {
 
-// A norm's output, input and statistics. mean is null for RMSNorm; both mean and rstd are null without a backward pass.
-struct NormActs {
-    Tensor out, inp, mean, rstd;
-};
-// Norms before attention and the MLP: inp is the residual.
-NormActs norm1(const LayerActs& a) {
-    return {a.norm1, a.res1, a.mean1, a.rstd1};
-}
-NormActs norm2(const LayerActs& a) {
-    return {a.norm2, a.res2, a.mean2, a.rstd2};
-}
-// Norms after them: out is the residual that follows, of which the backward pass needs nothing.
-NormActs norm_after_attention(const LayerActs& a) {
-    return {a.res2, a.proj, {}, a.rstd1};
-}
-NormActs norm_after_mlp(const LayerActs& a, Tensor next_residual) {
-    return {next_residual, a.fcproj, {}, a.rstd2};
-}
 // The input of the QKV projection, and that of FC.
 Tensor qkv_input(const LayerActs& a) {
     return a.norm1 ? a.norm1 : a.res1;
 }
 Tensor fc_input(const LayerActs& a) {
     return a.norm2 ? a.norm2 : a.res2;
-}
-Tensor first_rows(const Tensor& t, int64_t n) {
-    return t ? t.rows(0, n) : t;
-}
-NormActs final_norm(const Pass& p) {
-    const Activations& acts = p.acts;
-    const int64_t n = p.in.n;
-    return {first_rows(acts.normf, n), first_rows(acts.resf, n), first_rows(acts.meanf, n), first_rows(acts.rstdf, n)};
-}
-// The norm after the embedding. Without a backward pass it works in place.
-NormActs embedding_norm(const Pass& p, Tensor out) {
-    const Activations& acts = p.acts;
-    const int64_t n = p.in.n;
-    return {out, acts.embedded ? acts.embedded.rows(0, n) : out, first_rows(acts.meane, n), first_rows(acts.rstde, n)};
 }
 
 float norm_eps(const Pass& p) {
@@ -305,21 +273,26 @@ float norm_eps(const Pass& p) {
 // matmul has added already.
 void norm_forward(const Pass& p, Role role, int64_t layer, const NormActs& a, Tensor inp = {}, Tensor added = {}) {
     const Range range(p.ctx.profiler, "norm");
-    const Tensor weight = p.model.weight(role, layer), bias = p.model.weight(bias_of(role), layer);
-    const Tensor sum = added ? a.inp : Tensor{};
-    if (!added) inp = a.inp;
-    switch (p.model.config.norm) {
-        case Norm::LayerNorm:
-            return layernorm_forward(a.out, sum, a.mean, a.rstd, inp, added, weight, bias, norm_eps(p), p.stream());
-        case Norm::RMSNorm:
-            return rmsnorm_forward(a.out, sum, a.rstd, inp, added, weight, norm_eps(p), p.stream());
-    }
+    const NormForward norm{.out = a.out,
+                           .sum = added ? a.inp : Tensor{},
+                           .mean = a.mean,
+                           .rstd = a.rstd,
+                           .inp = added ? inp : a.inp,
+                           .residual = added,
+                           .weight = p.model.weight(role, layer),
+                           .bias = p.model.weight(bias_of(role), layer),
+                           .eps = norm_eps(p)};
+    if (p.model.config.norm == Norm::LayerNorm) return layernorm_forward(norm, p.stream());
+    rmsnorm_forward(norm, p.stream());
 }
 
 // The norm after attention or the MLP: a.out = residual + norm(a.inp).
 void norm_after_forward(const Pass& p, Role role, int64_t layer, const NormActs& a, Tensor residual) {
     const Range range(p.ctx.profiler, "norm");
-    rmsnorm_add_forward(a.out, a.rstd, a.inp, residual, p.model.weight(role, layer), norm_eps(p), p.stream());
+    const Tensor weight = p.model.weight(role, layer);
+    rmsnorm_add_forward(
+        {.out = a.out, .rstd = a.rstd, .inp = a.inp, .residual = residual, .weight = weight, .eps = norm_eps(p)},
+        p.stream());
 }
 
 Activation activation_of(const Block& b) {
@@ -424,8 +397,10 @@ void attention_in_sequences(const Block& b) {
                              a.log_decay, {}, {b.p.in.sequences.cum_q, b.p.in.sequences.max_q},
                              linear_attention_type(gated), b.p.acts.forward_scratch, b.p.stream());
     if (gated) {
-        rmsnorm_forward(head_matrix(a.att, c.heads), {}, head_vector(a.rstd_att), head_matrix(a.att_unnormed, c.heads),
-                        {}, b.w.headnorm, norm_eps(b.p), b.p.stream());
+        const Tensor out = head_matrix(a.att, c.heads), inp = head_matrix(a.att_unnormed, c.heads);
+        rmsnorm_forward(
+            {.out = out, .rstd = head_vector(a.rstd_att), .inp = inp, .weight = b.w.headnorm, .eps = norm_eps(b.p)},
+            b.p.stream());
     }
 }
 
@@ -600,18 +575,20 @@ struct NormGradients {
 
 void norm_backward(const Pass& p, Role role, int64_t layer, const NormActs& a, const NormGradients& d) {
     const Range range(p.ctx.profiler, "norm");
-    const Tensor weight = p.model.weight(role, layer);
-    const Into dweight = p.grad(role, layer);
-    const Tensor dresidual = d.dx.add ? d.dx.t : Tensor{};
-    switch (p.model.config.norm) {
-        case Norm::LayerNorm:
-            return layernorm_backward(d.dx.t, dweight.t, p.grad(bias_of(role), layer).t, d.dbias_before, d.dout,
-                                      dresidual, a.inp, weight, a.mean, a.rstd, p.acts.scratch, p.grads->accumulate(),
-                                      p.stream());
-        case Norm::RMSNorm:
-            return rmsnorm_backward(d.dx.t, dweight.t, d.dbias_before, d.dout, dresidual, a.inp, weight, a.rstd,
-                                    p.acts.scratch, p.grads->accumulate(), p.stream());
-    }
+    const NormBackward norm{.dinp = d.dx.t,
+                            .dweight = p.grad(role, layer).t,
+                            .dbias = p.grad(bias_of(role), layer).t,
+                            .dsum = d.dbias_before,
+                            .dout = d.dout,
+                            .dresidual = d.dx.add ? d.dx.t : Tensor{},
+                            .inp = a.inp,
+                            .weight = p.model.weight(role, layer),
+                            .mean = a.mean,
+                            .rstd = a.rstd,
+                            .scratch = p.acts.scratch,
+                            .accumulate = p.grads->accumulate()};
+    if (p.model.config.norm == Norm::LayerNorm) return layernorm_backward(norm, p.stream());
+    rmsnorm_backward(norm, p.stream());
 }
 
 // Where the gradient of the activation's input goes: over dact, or if it is gated over the input. If the forward
@@ -697,9 +674,15 @@ void layer_attention_backward(const Block& b, const AttentionGradientSums& sums)
         return matmul_backward_bias(dbias.t.rows(Q, dbias.t.shape[0]), sums.dkv, dbias.add, b.p.stream());
     }
     if (gated) {
-        rmsnorm_backward(head_matrix(a.att, c.heads), b.grad(HEADNORM_W).t, {}, head_matrix(a.datt, c.heads), {},
-                         head_matrix(a.att_unnormed, c.heads), b.w.headnorm, head_vector(a.rstd_att), b.p.acts.scratch,
-                         b.p.grads->accumulate(), b.p.stream());
+        rmsnorm_backward({.dinp = head_matrix(a.att, c.heads),
+                          .dweight = b.grad(HEADNORM_W).t,
+                          .dout = head_matrix(a.datt, c.heads),
+                          .inp = head_matrix(a.att_unnormed, c.heads),
+                          .weight = b.w.headnorm,
+                          .rstd = head_vector(a.rstd_att),
+                          .scratch = b.p.acts.scratch,
+                          .accumulate = b.p.grads->accumulate()},
+                         b.p.stream());
     }
     linear_attention_backward(d.q, d.k, d.v, a.dlog_decay, {}, split_heads(gated ? a.att : a.datt, c.heads), {}, x.q,
                               x.k, x.v, a.log_decay, {}, split_heads(gated ? a.att_unnormed : a.att, c.heads), a.lse,

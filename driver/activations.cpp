@@ -4,10 +4,9 @@
 #include <optional>
 
 #include "kernels/embedding.h"
-#include "kernels/layernorm.h"
 #include "kernels/linear_attention/linear_attention.h"
+#include "kernels/norm.h"
 #include "kernels/qk_norm_all_heads.h"
-#include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
 #include "kernels/scratch.h"
 #include "model.h"

@@ -9,12 +9,11 @@
 #include "kernels/embedding.h"
 #include "kernels/generation/decode_attention.h"
 #include "kernels/generation/kv_write.h"
-#include "kernels/layernorm.h"
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
+#include "kernels/norm.h"
 #include "kernels/qk_norm_all_heads.h"
-#include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
 #include "kernels/softcap.h"
 #include "runtime/device/convert_dtype.h"
@@ -279,10 +278,11 @@ void Engine::embed(Tensor hidden, Tensor token_ids, Tensor token_positions) {
 
 void Engine::norm(Tensor out, Tensor inp, const NormWeights& w) {
     const float eps = static_cast<float>(config.norm_eps);
+    const NormForward norm{.out = out, .inp = inp, .weight = w.weight, .bias = w.bias, .eps = eps};
     if (config.norm == Norm::LayerNorm)
-        layernorm_forward(out, {}, {}, {}, inp, {}, w.weight, w.bias, eps, stream);
+        layernorm_forward(norm, stream);
     else
-        rmsnorm_forward(out, {}, {}, inp, {}, w.weight, eps, stream);
+        rmsnorm_forward(norm, stream);
 }
 
 // Runs x [N, C] through all blocks. attend(l) computes att from qkv and the cache.
@@ -299,7 +299,11 @@ void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invarian
     const auto add_half = [&](Tensor inp, const LinearWeights& w, const NormWeights& n) {
         if (!norm_after) return layer(hidden, inp, {}, w, Activation::None, hidden);
         layer(unnormed, inp, {}, w, Activation::None, {});
-        rmsnorm_add_forward(hidden, {}, unnormed.rows(0, N), hidden, n.weight, static_cast<float>(config.norm_eps),
+        rmsnorm_add_forward({.out = hidden,
+                             .inp = unnormed.rows(0, N),
+                             .residual = hidden,
+                             .weight = n.weight,
+                             .eps = static_cast<float>(config.norm_eps)},
                             stream);
     };
     for (int64_t l = 0; l < config.layers; l++) {
@@ -330,8 +334,11 @@ void Engine::linear_attention_layer(int64_t l, int64_t N, Attend attend) {
     attend(split_qkv(config, packed), split_heads(out, config.heads), gated ? gate.rows(0, N) : Tensor{},
            linear_attention_type(gated));
     if (!gated) return;
-    rmsnorm_forward(head_matrix(att.rows(0, N), config.heads), {}, {}, head_matrix(out, config.heads), {},
-                    weights.blocks[size_t(l)].headnorm, static_cast<float>(config.norm_eps), stream);
+    rmsnorm_forward({.out = head_matrix(att.rows(0, N), config.heads),
+                     .inp = head_matrix(out, config.heads),
+                     .weight = weights.blocks[size_t(l)].headnorm,
+                     .eps = static_cast<float>(config.norm_eps)},
+                    stream);
 }
 
 // With dynamic RoPE scaling, uploads the angles for each token, which depend on the length of its sequence. Keys in the

@@ -2,7 +2,7 @@
 #include "kernels/qk_norm_all_heads.h"
 
 #include "kernels/check.h"
-#include "kernels/rmsnorm.h"
+#include "kernels/norm.h"
 #include "kernels/rope.h"
 
 namespace {
@@ -26,8 +26,8 @@ void qk_norm_all_heads_forward(Tensor out, QkRstd rstd, Tensor inp, QkWeights we
                                int64_t H, float eps, Stream stream) {
     const char* op = "qk_norm_all_heads_forward";
     const QkRows x = split(op, inp, weight), y = split(op, out, weight);
-    rmsnorm_forward(y.q, {}, rstd.q, x.q, {}, weight.q, eps, stream);
-    rmsnorm_forward(y.k, {}, rstd.k, x.k, {}, weight.k, eps, stream);
+    rmsnorm_forward({.out = y.q, .rstd = rstd.q, .inp = x.q, .weight = weight.q, .eps = eps}, stream);
+    rmsnorm_forward({.out = y.k, .rstd = rstd.k, .inp = x.k, .weight = weight.k, .eps = eps}, stream);
     if (table) rope(split_heads(out, H), positions, table, false, stream);
 }
 
@@ -37,6 +37,17 @@ void qk_norm_all_heads_backward(Tensor d, QkWeights dweight, Tensor inp, QkRstd 
     const char* op = "qk_norm_all_heads_backward";
     const QkRows x = split(op, inp, weight), dx = split(op, d, weight);
     if (table) rope(split_heads(d, H), positions, table, true, stream);
-    rmsnorm_backward(dx.q, dweight.q, {}, dx.q, {}, x.q, weight.q, rstd.q, scratch, accumulate, stream);
-    rmsnorm_backward(dx.k, dweight.k, {}, dx.k, {}, x.k, weight.k, rstd.k, scratch, accumulate, stream);
+    const auto norm_backward = [&](Tensor part, Tensor dw, Tensor x_of_part, Tensor w, Tensor statistics) {
+        rmsnorm_backward({.dinp = part,
+                          .dweight = dw,
+                          .dout = part,
+                          .inp = x_of_part,
+                          .weight = w,
+                          .rstd = statistics,
+                          .scratch = scratch,
+                          .accumulate = accumulate},
+                         stream);
+    };
+    norm_backward(dx.q, dweight.q, x.q, weight.q, rstd.q);
+    norm_backward(dx.k, dweight.k, x.k, weight.k, rstd.k);
 }

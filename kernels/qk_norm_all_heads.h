@@ -3,9 +3,9 @@
 //
 //   rstd = 1/√(Σ x² / C + eps),  out = rotate(x·rstd·weight)      x: the C = heads·HS channels of q, or of k
 //
-//   backward: rotate⁻¹(dout) (rope.h), then the backward pass of rmsnorm.h
+//   backward: rotate⁻¹(dout) (rope.h), then the backward pass of RMSNorm (norm.h)
 //
-// A sum over all heads does not stay in a few lanes, as that of qk_norm.h does. So it is made of rmsnorm.h's and
+// A sum over all heads does not stay in a few lanes, as that of qk_norm.h does. So it is made of norm.h's and
 // rope.h's kernels, each of which reads and writes q and k once.
 //
 // N tokens; q has the first Cq channels of a row, k the other Ck: the lengths of weight.q and weight.k. out, inp and d:

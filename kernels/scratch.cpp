@@ -6,14 +6,13 @@
 #include "kernels/cuda/launch_shapes.h"
 #include "kernels/embedding.h"
 #include "kernels/global_norm_check.h"
-#include "kernels/layernorm.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/linear_attention/linear_attention_layout.h"
 #include "kernels/matmul_fp8_check.h"
 #include "kernels/muon.h"
+#include "kernels/norm.h"
 #include "kernels/norm_partials.h"
 #include "kernels/qk_norm_all_heads.h"
-#include "kernels/rmsnorm.h"
 
 namespace {
 

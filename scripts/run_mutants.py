@@ -8,7 +8,7 @@
 
 A mutant in dev/mutants/*.txt has this form:
 
-    kernels/layernorm.cpp layernorm        the file to break, and the OP of `make test` that must fail
+    kernels/norm.cpp layernorm             the file to break, and the OP of `make test` that must fail
     - const float s = rstd;                a fragment of one line, which must occur exactly once in the file
     + const float s = 1;                   its replacement
 

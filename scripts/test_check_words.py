@@ -20,7 +20,7 @@ class WordsTest(unittest.TestCase):
         if not check_words.in_a_clone():
             self.skipTest("needs git and a clone, which tell the project's files from others")
         names = check_words.tracked_files()
-        for expected in ("README.md", "Makefile", "train_gpt.cu", "kernels/layernorm.h", "data/make_data.py"):
+        for expected in ("README.md", "Makefile", "train_gpt.cu", "kernels/norm.h", "data/make_data.py"):
             self.assertIn(expected, names)
         pages = []
         for name in names:

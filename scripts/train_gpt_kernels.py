@@ -368,7 +368,7 @@ class Kernels:
         dbias, r1 = self._out(None, (dout.shape[1],), dout, "float32")
         return self._run("matmul_backward_weight", [], [dweight, dbias, dout, inp], [False], (r0, r1))
 
-    # --- norms (kernels/layernorm.h, kernels/rmsnorm.h)
+    # --- norms (kernels/norm.h)
 
     def layernorm_forward(self, inp, weight, bias=None, residual=None, eps=1e-5):
         """(out [N, C], mean [N], rstd [N]) of inp [N, C], weight and bias [C] float32; with residual [N, C] the norm of

@@ -11,12 +11,11 @@
 #include "kernels/attention/attention.h"
 #include "kernels/check.h"
 #include "kernels/generation/topk.h"
-#include "kernels/layernorm.h"
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
 #include "kernels/muon.h"
-#include "kernels/rmsnorm.h"
+#include "kernels/norm.h"
 #include "kernels/rope.h"
 #include "kernels/softmax.h"
 #include "tensor_library/c_interface.h"
@@ -227,7 +226,16 @@ int tgk_layernorm_forward(tgk_context* context, const tgk_tensor* out, const tgk
                           const tgk_tensor* weight, const tgk_tensor* bias, float eps) {
     return call("tgk_layernorm_forward", context, 4, {out, sum, mean, rstd, inp, residual, weight, bias},
                 [&](Tensors& t, tgk_context& c) {
-                    layernorm_forward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], eps, c.stream);
+                    layernorm_forward({.out = t[0],
+                                       .sum = t[1],
+                                       .mean = t[2],
+                                       .rstd = t[3],
+                                       .inp = t[4],
+                                       .residual = t[5],
+                                       .weight = t[6],
+                                       .bias = t[7],
+                                       .eps = eps},
+                                      c.stream);
                 });
 }
 
@@ -239,16 +247,30 @@ int tgk_layernorm_backward(tgk_context* context, const tgk_tensor* dinp, const t
                 {dinp, dweight, dbias, dsum, dout, dresidual, inp, weight, mean, rstd},
                 [&](Tensors& t, tgk_context& c) {
                     const int64_t bytes = layernorm_backward_scratch(size(t[6], 0), size(t[6], 1));
-                    layernorm_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], scratch(c, bytes),
-                                       accumulate != 0, c.stream);
+                    layernorm_backward({.dinp = t[0],
+                                        .dweight = t[1],
+                                        .dbias = t[2],
+                                        .dsum = t[3],
+                                        .dout = t[4],
+                                        .dresidual = t[5],
+                                        .inp = t[6],
+                                        .weight = t[7],
+                                        .mean = t[8],
+                                        .rstd = t[9],
+                                        .scratch = scratch(c, bytes),
+                                        .accumulate = accumulate != 0},
+                                       c.stream);
                 });
 }
 
 int tgk_rmsnorm_forward(tgk_context* context, const tgk_tensor* out, const tgk_tensor* sum, const tgk_tensor* rstd,
                         const tgk_tensor* inp, const tgk_tensor* residual, const tgk_tensor* weight, float eps) {
     return call(
-        "tgk_rmsnorm_forward", context, 3, {out, sum, rstd, inp, residual, weight},
-        [&](Tensors& t, tgk_context& c) { rmsnorm_forward(t[0], t[1], t[2], t[3], t[4], t[5], eps, c.stream); });
+        "tgk_rmsnorm_forward", context, 3, {out, sum, rstd, inp, residual, weight}, [&](Tensors& t, tgk_context& c) {
+            rmsnorm_forward(
+                {.out = t[0], .sum = t[1], .rstd = t[2], .inp = t[3], .residual = t[4], .weight = t[5], .eps = eps},
+                c.stream);
+        });
 }
 
 int tgk_rmsnorm_backward(tgk_context* context, const tgk_tensor* dinp, const tgk_tensor* dweight,
@@ -257,7 +279,16 @@ int tgk_rmsnorm_backward(tgk_context* context, const tgk_tensor* dinp, const tgk
     return call("tgk_rmsnorm_backward", context, 3, {dinp, dweight, dsum, dout, dresidual, inp, weight, rstd},
                 [&](Tensors& t, tgk_context& c) {
                     const int64_t bytes = rmsnorm_backward_scratch(size(t[5], 0), size(t[5], 1));
-                    rmsnorm_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], scratch(c, bytes), accumulate != 0,
+                    rmsnorm_backward({.dinp = t[0],
+                                      .dweight = t[1],
+                                      .dsum = t[2],
+                                      .dout = t[3],
+                                      .dresidual = t[4],
+                                      .inp = t[5],
+                                      .weight = t[6],
+                                      .rstd = t[7],
+                                      .scratch = scratch(c, bytes),
+                                      .accumulate = accumulate != 0},
                                      c.stream);
                 });
 }

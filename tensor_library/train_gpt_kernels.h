@@ -1,7 +1,7 @@
 /* The project's kernels as a library for C and languages that can call C: libtrain_gpt_kernels.so, built by `make lib`
  * for the CPU or for CUDA. scripts/train_gpt_kernels.py binds it for Python.
  *
- * The header of an operation states what it computes and the shapes and dtypes of its tensors (layernorm.h for
+ * The header of an operation states what it computes and the shapes and dtypes of its tensors (norm.h for
  * tgk_layernorm_forward, tensor_ops.h for the first group below); shapes are repeated here. Outputs come before inputs.
  * Tensors have dtype T unless another one is named. T is fp32, in the CUDA library also bf16 and fp16, one for all
  * tensors of a call.
@@ -99,7 +99,7 @@ TGK_API int tgk_matmul_backward_input(tgk_context*, const tgk_tensor* dinp, cons
 TGK_API int tgk_matmul_backward_weight(tgk_context*, const tgk_tensor* dweight, const tgk_tensor* dbias,
                                        const tgk_tensor* dout, const tgk_tensor* inp, int32_t accumulate);
 
-/* --- norms (layernorm.h, rmsnorm.h): rows of C channels; weights, statistics and their gradients fp32 */
+/* --- norms (norm.h): rows of C channels; weights, statistics and their gradients fp32 */
 
 /* out [N, C]; sum [N, C] or null; mean, rstd [N] or null; inp [N, C]; residual [N, C] or null; weight [C];
  * bias [C] or null */

@@ -1,4 +1,4 @@
-#include "kernels/layernorm.h"
+#include "kernels/norm.h"
 
 #include "dev/bench/bench_util.h"
 
@@ -10,8 +10,16 @@ void forward_of(benchmark::State& state, DType T, bool with_residual) {
         weight({C}), bias({C});
     const Tensor none;
     run_bench(state, [&] {
-        layernorm_forward(out, with_residual ? sum.tensor() : none, mean, rstd, inp,
-                          with_residual ? residual.tensor() : none, weight, bias, 1e-5f, Stream{});
+        layernorm_forward({.out = out,
+                           .sum = with_residual ? sum.tensor() : none,
+                           .mean = mean,
+                           .rstd = rstd,
+                           .inp = inp,
+                           .residual = with_residual ? residual.tensor() : none,
+                           .weight = weight,
+                           .bias = bias,
+                           .eps = 1e-5f},
+                          Stream{});
     });
     report_bytes(state, (with_residual ? 4 : 2) * out.bytes());
 }
@@ -32,8 +40,18 @@ void backward_of(benchmark::State& state, DType T, bool with_sum) {
         mean({N}), rstd({N}, 0.1f, 1);
     const BenchArray scratch = BenchArray::bytes(layernorm_backward_scratch(N, C));
     run_bench(state, [&] {
-        layernorm_backward(dinp, dweight, dbias, with_sum ? dsum.tensor() : Tensor{}, dout, dinp, inp, weight, mean,
-                           rstd, scratch, false, Stream{});
+        layernorm_backward({.dinp = dinp,
+                            .dweight = dweight,
+                            .dbias = dbias,
+                            .dsum = with_sum ? dsum.tensor() : Tensor{},
+                            .dout = dout,
+                            .dresidual = dinp,
+                            .inp = inp,
+                            .weight = weight,
+                            .mean = mean,
+                            .rstd = rstd,
+                            .scratch = scratch},
+                           Stream{});
     });
     report_bytes(state, 4 * dinp.bytes());
 }

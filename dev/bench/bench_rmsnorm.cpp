@@ -1,4 +1,4 @@
-#include "kernels/rmsnorm.h"
+#include "kernels/norm.h"
 
 #include "dev/bench/bench_util.h"
 
@@ -9,8 +9,14 @@ void forward_of(benchmark::State& state, DType T, bool with_residual) {
     const BenchArray out(T, {N, C}), sum(T, {N, C}), rstd({N}), inp(T, {N, C}), residual(T, {N, C}), weight({C});
     const Tensor none;
     run_bench(state, [&] {
-        rmsnorm_forward(out, with_residual ? sum.tensor() : none, rstd, inp, with_residual ? residual.tensor() : none,
-                        weight, 1e-5f, Stream{});
+        rmsnorm_forward({.out = out,
+                         .sum = with_residual ? sum.tensor() : none,
+                         .rstd = rstd,
+                         .inp = inp,
+                         .residual = with_residual ? residual.tensor() : none,
+                         .weight = weight,
+                         .eps = 1e-5f},
+                        Stream{});
     });
     report_bytes(state, (with_residual ? 4 : 2) * out.bytes());
 }
@@ -31,8 +37,16 @@ void backward_of(benchmark::State& state, DType T, bool with_sum) {
         rstd({N}, 0.1f, 1);
     const BenchArray scratch = BenchArray::bytes(rmsnorm_backward_scratch(N, C));
     run_bench(state, [&] {
-        rmsnorm_backward(dinp, dweight, with_sum ? dsum.tensor() : Tensor{}, dout, dinp, inp, weight, rstd, scratch,
-                         false, Stream{});
+        rmsnorm_backward({.dinp = dinp,
+                          .dweight = dweight,
+                          .dsum = with_sum ? dsum.tensor() : Tensor{},
+                          .dout = dout,
+                          .dresidual = dinp,
+                          .inp = inp,
+                          .weight = weight,
+                          .rstd = rstd,
+                          .scratch = scratch},
+                         Stream{});
     });
     report_bytes(state, 4 * dinp.bytes());
 }

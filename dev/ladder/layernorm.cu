@@ -10,7 +10,7 @@
 // the float64 oracle.
 //
 // Read the rungs from top to bottom: each keeps the gains of the previous rung.
-#include "kernels/layernorm.h"
+#include "kernels/norm.h"
 
 #include <cooperative_groups.h>
 #include <cooperative_groups/reduce.h>
@@ -162,8 +162,13 @@ void kernel_in_use(const LayerNorm<T>& a, Stream stream) {
         using U = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
         return make_tensor(const_cast<U*>(data), dtype_of<U>(), Device::CUDA, shape);
     };
-    layernorm_forward(tensor(a.out, {a.N, a.C}), Tensor{}, tensor(a.mean, {a.N}), tensor(a.rstd, {a.N}),
-                      tensor(a.inp, {a.N, a.C}), Tensor{}, tensor(a.weight, {a.C}), tensor(a.bias, {a.C}), a.eps,
+    layernorm_forward({.out = tensor(a.out, {a.N, a.C}),
+                       .mean = tensor(a.mean, {a.N}),
+                       .rstd = tensor(a.rstd, {a.N}),
+                       .inp = tensor(a.inp, {a.N, a.C}),
+                       .weight = tensor(a.weight, {a.C}),
+                       .bias = tensor(a.bias, {a.C}),
+                       .eps = a.eps},
                       stream);
 }
 
@@ -193,7 +198,7 @@ const std::vector<Rung<T>> RUNGS = {
     {"vectorised", vectorised<T>,
      "16 bytes for each lane and access: 4 or 8 times fewer instructions for the same bytes. bf16 gains, where a "
      "warp moved 64 bytes at a time; fp32 hardly does."},
-    {"kernels/layernorm.cu", kernel_in_use<T>,
+    {"kernels/norm.cu", kernel_in_use<T>,
      "layernorm_forward(): the row stays in registers, in as many vectors as C needs (a template argument), all "
      "loaded before the first use. So inp is read only once by instructions too, not only from memory."},
 };

@@ -10,9 +10,8 @@
 #include "dev/tests/test_util.h"
 #include "kernels/embedding.h"
 #include "kernels/generation/decode_attention.h"
-#include "kernels/layernorm.h"
+#include "kernels/norm.h"
 #include "kernels/qk_norm.h"
-#include "kernels/rmsnorm.h"
 
 namespace {
 
@@ -290,9 +289,9 @@ class Runner {
         embedding_forward(x, ids, embedded, f.weights.wte, f.weights.wpe, Stream{});
         const NormWeights& e = f.weights.embedding_norm;
         if (e.weight && z.centred)
-            layernorm_forward(x, {}, {}, {}, x, {}, e.weight, e.bias, f.model().eps, Stream{});
+            layernorm_forward({.out = x, .inp = x, .weight = e.weight, .bias = e.bias, .eps = f.model().eps}, Stream{});
         else if (e.weight)
-            rmsnorm_forward(x, {}, {}, x, {}, e.weight, f.model().eps, Stream{});
+            rmsnorm_forward({.out = x, .inp = x, .weight = e.weight, .eps = f.model().eps}, Stream{});
         for (size_t l = 0; l < f.weights.blocks.size(); l++) {
             const BlockWeights& b = f.weights.blocks[l];
             layer(qkv, x, b.norm1, b.qkv, Activation::None, {});

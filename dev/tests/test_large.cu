@@ -12,9 +12,9 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/embedding.h"
-#include "kernels/layernorm.h"
 #include "kernels/matmul.h"
 #include "kernels/muon.h"
+#include "kernels/norm.h"
 #include "runtime/device/blas_stream.h"
 #include "runtime/device/convert_dtype.h"
 #include "tensor_library/tensor_ops.h"
@@ -268,7 +268,8 @@ TEST(Large, LayerNorm) {
     const TestArray weight = TestArray::random({C}, 3, 0.2, 1), bias = TestArray::random({C}, 4);
     inp.fill(1, 3);
     dout.fill(2, 1);
-    layernorm_forward(out, Tensor{}, mean, rstd, inp, Tensor{}, weight, bias, EPS, Stream{});
+    layernorm_forward({.out = out, .mean = mean, .rstd = rstd, .inp = inp, .weight = weight, .bias = bias, .eps = EPS},
+                      Stream{});
     Compared forward, backward;
     for (const int64_t row : sampled_rows(N, C, 16)) {
         const std::vector<double> x = inp.filled(row * C, C);
@@ -279,7 +280,15 @@ TEST(Large, LayerNorm) {
 
     const TestArray dweight = TestArray::poisoned({C}), dbias = TestArray::poisoned({C});
     const TestArray scratch = TestArray::scratch(layernorm_backward_scratch(N, C));
-    layernorm_backward(out, dweight, dbias, Tensor{}, dout, Tensor{}, inp, weight, mean, rstd, scratch, false,
+    layernorm_backward({.dinp = out,
+                        .dweight = dweight,
+                        .dbias = dbias,
+                        .dout = dout,
+                        .inp = inp,
+                        .weight = weight,
+                        .mean = mean,
+                        .rstd = rstd,
+                        .scratch = scratch},
                        Stream{});
     for (const int64_t row : sampled_rows(N, C, 16)) {
         const std::vector<double> x = inp.filled(row * C, C), d = dout.filled(row * C, C), m = mean.fetch(row, 1),

@@ -1,6 +1,6 @@
 // LayerNorm and its gradients against the oracle, with and without residuals, bias and stored statistics; rows with
 // gaps; the in-place uses that the header allows; a mean far larger than the deviation.
-#include "kernels/layernorm.h"
+#include "kernels/norm.h"
 
 #include "dev/oracle/reference.h"
 #include "dev/tests/test_util.h"
@@ -41,8 +41,16 @@ void check_forward(DType T, int64_t N, int64_t C, bool residual_given, bool bias
     const TestArray out = TestArray::poisoned(T, {N, ld}), sum = TestArray::poisoned(T, {N, ld});
     const TestArray mean = TestArray::poisoned({N}), rstd = TestArray::poisoned({N});
     const auto view = [&](const TestArray& t) { return t.tensor().columns(0, C); };
-    layernorm_forward(view(out), stored ? view(sum) : Tensor{}, given(mean, stored), given(rstd, stored), view(inp),
-                      residual_given ? view(residual) : Tensor{}, weight, given(bias, bias_given), EPS, Stream{});
+    layernorm_forward({.out = view(out),
+                       .sum = stored ? view(sum) : Tensor{},
+                       .mean = given(mean, stored),
+                       .rstd = given(rstd, stored),
+                       .inp = view(inp),
+                       .residual = residual_given ? view(residual) : Tensor{},
+                       .weight = weight,
+                       .bias = given(bias, bias_given),
+                       .eps = EPS},
+                      Stream{});
     std::vector<double> x = take_columns(inp.values(), ld, C), r = take_columns(residual.values(), ld, C);
     const reference::Values exact_sum =
         reference::layernorm_forward(x.data(), residual_given ? r.data() : nullptr, weight.data(),
@@ -79,8 +87,18 @@ void check_backward(DType T, int64_t N, int64_t C, bool residual_given, bool bia
     const TestArray scratch = TestArray::scratch(layernorm_backward_scratch(N, C));
     const auto view = [&](const TestArray& t) { return t.tensor().columns(0, C); };
     const TestArray& dinp = in_place ? dresidual : separate;
-    layernorm_backward(view(dinp), dweight, given(dbias, bias_given), given(dsum, sum_given), view(dout),
-                       residual_given ? view(dresidual) : Tensor{}, view(inp), weight, mean, rstd, scratch, accumulate,
+    layernorm_backward({.dinp = view(dinp),
+                        .dweight = dweight,
+                        .dbias = given(dbias, bias_given),
+                        .dsum = given(dsum, sum_given),
+                        .dout = view(dout),
+                        .dresidual = residual_given ? view(dresidual) : Tensor{},
+                        .inp = view(inp),
+                        .weight = weight,
+                        .mean = mean,
+                        .rstd = rstd,
+                        .scratch = scratch,
+                        .accumulate = accumulate},
                        Stream{});
     const reference::NormGradients ref = reference::norm_backward(
         d.data(), residual_given ? dr.data() : nullptr, x.data(), weight.data(), mean.data(), rstd.data(),
@@ -119,7 +137,9 @@ TEST_P(LayerNorm, SumMayAliasInpOrResidual) {
             const TestArray inp = TestArray::random(T, {N, C}, 1), residual = TestArray::random(T, {N, C}, 2);
             const TestArray out = TestArray::poisoned(T, {N, C});
             const TestArray& sum = over_inp ? inp : residual;
-            layernorm_forward(out, sum, Tensor{}, Tensor{}, inp, residual, weight, bias, EPS, Stream{});
+            layernorm_forward(
+                {.out = out, .sum = sum, .inp = inp, .residual = residual, .weight = weight, .bias = bias, .eps = EPS},
+                Stream{});
             std::vector<double> x = inp.values(), r = residual.values();
             const reference::Values exact_sum =
                 reference::layernorm_forward(x.data(), r.data(), weight.data(), bias.data(), EPS, N, C).sum;
@@ -150,7 +170,16 @@ TEST_P(LayerNorm, BackwardIsDeterministic) {
         const TestArray dinp = TestArray::poisoned(activation(), {N, C}), dweight = TestArray::poisoned({C}),
                         dbias = TestArray::poisoned({C}), dsum = TestArray::poisoned({C});
         const TestArray scratch = TestArray::scratch(layernorm_backward_scratch(N, C));
-        layernorm_backward(dinp, dweight, dbias, dsum, dout, Tensor{}, inp, weight, mean, rstd, scratch, false,
+        layernorm_backward({.dinp = dinp,
+                            .dweight = dweight,
+                            .dbias = dbias,
+                            .dsum = dsum,
+                            .dout = dout,
+                            .inp = inp,
+                            .weight = weight,
+                            .mean = mean,
+                            .rstd = rstd,
+                            .scratch = scratch},
                            Stream{});
         std::vector<double> all = dinp.fetch();
         for (const TestArray* t : {&dweight, &dbias, &dsum})
@@ -173,8 +202,17 @@ TEST_P(LayerNorm, BackwardWithoutTheWeightsGradient) {
             std::vector<std::vector<double>> dinps, sums;
             for (const bool frozen : {false, true}) {
                 const TestArray dinp = TestArray::poisoned(T, {N, C}), dsum = TestArray::poisoned({C});
-                layernorm_backward(dinp, given(dweight, !frozen), given(dbias, !frozen), given(dsum, sum), dout, {},
-                                   inp, weight, mean, rstd, scratch, false, Stream{});
+                layernorm_backward({.dinp = dinp,
+                                    .dweight = given(dweight, !frozen),
+                                    .dbias = given(dbias, !frozen),
+                                    .dsum = given(dsum, sum),
+                                    .dout = dout,
+                                    .inp = inp,
+                                    .weight = weight,
+                                    .mean = mean,
+                                    .rstd = rstd,
+                                    .scratch = scratch},
+                                   Stream{});
                 dinps.push_back(dinp.fetch());
                 sums.push_back(dsum.fetch());
             }
@@ -191,8 +229,8 @@ TEST_P(LayerNorm, InPlace) {
     for (const int64_t C : {37, 64, 768, 9000}) {
         const TestArray weight = TestArray::random({C}, 3, 0.2, 1), bias = TestArray::random({C}, 7);
         const TestArray x = TestArray::random(T, {N, C}, 1), out = TestArray::poisoned(T, {N, C});
-        layernorm_forward(out, {}, {}, {}, x, {}, weight, bias, EPS, Stream{});
-        layernorm_forward(x, {}, {}, {}, x, {}, weight, bias, EPS, Stream{});
+        layernorm_forward({.out = out, .inp = x, .weight = weight, .bias = bias, .eps = EPS}, Stream{});
+        layernorm_forward({.out = x, .inp = x, .weight = weight, .bias = bias, .eps = EPS}, Stream{});
         expect_same_bits("out", out.fetch(), x.fetch());
 
         const TestArray inp = TestArray::random(T, {N, C}, 2), dout = TestArray::random(T, {N, C}, 4);
@@ -202,7 +240,15 @@ TEST_P(LayerNorm, InPlace) {
         std::vector<std::vector<double>> sums;
         for (const TestArray* d : {&dinp, &dout}) {
             const TestArray dweight = TestArray::poisoned({C}), dbias = TestArray::poisoned({C});
-            layernorm_backward(*d, dweight, dbias, {}, dout, {}, inp, weight, mean.tensor(), rstd, scratch, false,
+            layernorm_backward({.dinp = *d,
+                                .dweight = dweight,
+                                .dbias = dbias,
+                                .dout = dout,
+                                .inp = inp,
+                                .weight = weight,
+                                .mean = mean.tensor(),
+                                .rstd = rstd,
+                                .scratch = scratch},
                                Stream{});
             sums.push_back(dweight.fetch());
         }
@@ -225,19 +271,41 @@ TEST(LayerNormArguments, InvalidArgumentsAreErrors) {
     const TestArray ints = TestArray::ints(std::vector<int32_t>(4), {4});
     const TestArray scratch = TestArray::scratch(layernorm_backward_scratch(4, 128)), small = TestArray::scratch(100);
     const Tensor none;
-    expect_error([&] { layernorm_forward(out, none, none, none, a, none, shorter, none, EPS, Stream{}); },
+    expect_error([&] { layernorm_forward({.out = out, .inp = a, .weight = shorter, .eps = EPS}, Stream{}); },
                  "layernorm_forward: weight is fp32 [64], expected fp32 [128]");
-    expect_error([&] { layernorm_forward(out, none, none, none, a, b, weight, none, EPS, Stream{}); },
-                 "layernorm_forward: residual is fp32 [4, 64], expected fp32 [4, 128]");
-    expect_error([&] { layernorm_forward(out, none, ints, none, a, none, weight, none, EPS, Stream{}); },
-                 "layernorm_forward: mean is int32 [4], expected fp32 [4]");
-    expect_error([&] { layernorm_forward(out, none, none, none, none, none, weight, none, EPS, Stream{}); },
+    expect_error(
+        [&] { layernorm_forward({.out = out, .inp = a, .residual = b, .weight = weight, .eps = EPS}, Stream{}); },
+        "layernorm_forward: residual is fp32 [4, 64], expected fp32 [4, 128]");
+    expect_error(
+        [&] { layernorm_forward({.out = out, .mean = ints, .inp = a, .weight = weight, .eps = EPS}, Stream{}); },
+        "layernorm_forward: mean is int32 [4], expected fp32 [4]");
+    expect_error([&] { layernorm_forward({.out = out, .inp = none, .weight = weight, .eps = EPS}, Stream{}); },
                  "layernorm_forward: inp is missing");
     expect_error(
-        [&] { layernorm_backward(out, weight, none, none, b, none, a, weight, rows, rows, scratch, false, Stream{}); },
+        [&] {
+            layernorm_backward({.dinp = out,
+                                .dweight = weight,
+                                .dout = b,
+                                .inp = a,
+                                .weight = weight,
+                                .mean = rows,
+                                .rstd = rows,
+                                .scratch = scratch},
+                               Stream{});
+        },
         "layernorm_backward: dout is fp32 [4, 64], expected fp32 [4, 128]");
     expect_error(
-        [&] { layernorm_backward(out, weight, none, none, a, none, a, weight, rows, rows, small, false, Stream{}); },
+        [&] {
+            layernorm_backward({.dinp = out,
+                                .dweight = weight,
+                                .dout = a,
+                                .inp = a,
+                                .weight = weight,
+                                .mean = rows,
+                                .rstd = rows,
+                                .scratch = small},
+                               Stream{});
+        },
         str("layernorm_backward: scratch is uint8 [100], expected uint8 [", layernorm_backward_scratch(4, 128),
             "] or more"));
 }

@@ -1,6 +1,6 @@
 // RMSNorm and its gradients against the oracle, with and without residuals and stored statistics; rows with gaps; the
 // in-place uses that the header allows.
-#include "kernels/rmsnorm.h"
+#include "kernels/norm.h"
 
 #include "dev/oracle/reference.h"
 #include "dev/tests/test_util.h"
@@ -35,8 +35,14 @@ void check_forward(DType T, int64_t N, int64_t C, bool residual_given, bool stor
     const TestArray out = TestArray::poisoned(T, {N, ld}), sum = TestArray::poisoned(T, {N, ld}),
                     rstd = TestArray::poisoned({N});
     const auto view = [&](const TestArray& t) { return t.tensor().columns(0, C); };
-    rmsnorm_forward(view(out), stored ? view(sum) : Tensor{}, stored ? rstd.tensor() : Tensor{}, view(inp),
-                    residual_given ? view(residual) : Tensor{}, weight, EPS, Stream{});
+    rmsnorm_forward({.out = view(out),
+                     .sum = stored ? view(sum) : Tensor{},
+                     .rstd = stored ? rstd.tensor() : Tensor{},
+                     .inp = view(inp),
+                     .residual = residual_given ? view(residual) : Tensor{},
+                     .weight = weight,
+                     .eps = EPS},
+                    Stream{});
     std::vector<double> x = take_columns(inp.values(), ld, C), r = take_columns(residual.values(), ld, C);
     const reference::Values exact_sum =
         reference::rmsnorm_forward(x.data(), residual_given ? r.data() : nullptr, weight.data(), EPS, N, C).sum;
@@ -69,8 +75,16 @@ void check_backward(DType T, int64_t N, int64_t C, bool residual_given, bool sum
     const TestArray scratch = TestArray::scratch(rmsnorm_backward_scratch(N, C));
     const auto view = [&](const TestArray& t) { return t.tensor().columns(0, C); };
     const TestArray& dinp = in_place ? dresidual : separate;
-    rmsnorm_backward(view(dinp), dweight, sum_given ? dsum.tensor() : Tensor{}, view(dout),
-                     residual_given ? view(dresidual) : Tensor{}, view(inp), weight, rstd, scratch, accumulate,
+    rmsnorm_backward({.dinp = view(dinp),
+                      .dweight = dweight,
+                      .dsum = sum_given ? dsum.tensor() : Tensor{},
+                      .dout = view(dout),
+                      .dresidual = residual_given ? view(dresidual) : Tensor{},
+                      .inp = view(inp),
+                      .weight = weight,
+                      .rstd = rstd,
+                      .scratch = scratch,
+                      .accumulate = accumulate},
                      Stream{});
     const reference::NormGradients ref =
         reference::norm_backward(d.data(), residual_given ? dr.data() : nullptr, x.data(), weight.data(), nullptr,
@@ -101,7 +115,8 @@ TEST_P(RMSNorm, SumMayAliasInpOrResidual) {
             const TestArray inp = TestArray::random(T, {N, C}, 1), residual = TestArray::random(T, {N, C}, 2);
             const TestArray out = TestArray::poisoned(T, {N, C});
             const TestArray& sum = over_inp ? inp : residual;
-            rmsnorm_forward(out, sum, Tensor{}, inp, residual, weight, EPS, Stream{});
+            rmsnorm_forward({.out = out, .sum = sum, .inp = inp, .residual = residual, .weight = weight, .eps = EPS},
+                            Stream{});
             std::vector<double> x = inp.values(), r = residual.values();
             const reference::Values exact_sum =
                 reference::rmsnorm_forward(x.data(), r.data(), weight.data(), EPS, N, C).sum;
@@ -131,7 +146,15 @@ TEST_P(RMSNorm, BackwardIsDeterministic) {
         const TestArray dinp = TestArray::poisoned(activation(), {N, C}), dweight = TestArray::poisoned({C}),
                         dsum = TestArray::poisoned({C});
         const TestArray scratch = TestArray::scratch(rmsnorm_backward_scratch(N, C));
-        rmsnorm_backward(dinp, dweight, dsum, dout, Tensor{}, inp, weight, rstd, scratch, false, Stream{});
+        rmsnorm_backward({.dinp = dinp,
+                          .dweight = dweight,
+                          .dsum = dsum,
+                          .dout = dout,
+                          .inp = inp,
+                          .weight = weight,
+                          .rstd = rstd,
+                          .scratch = scratch},
+                         Stream{});
         std::vector<double> all = dinp.fetch();
         for (const TestArray* t : {&dweight, &dsum})
             for (const double x : t->fetch()) all.push_back(x);
@@ -152,8 +175,15 @@ TEST_P(RMSNorm, BackwardWithoutTheWeightsGradient) {
             std::vector<std::vector<double>> dinps, sums;
             for (const Tensor& gradient : {dweight.tensor(), Tensor{}}) {
                 const TestArray dinp = TestArray::poisoned(T, {N, C}), dsum = TestArray::poisoned({C});
-                rmsnorm_backward(dinp, gradient, sum ? dsum.tensor() : Tensor{}, dout, {}, inp, weight, rstd, scratch,
-                                 false, Stream{});
+                rmsnorm_backward({.dinp = dinp,
+                                  .dweight = gradient,
+                                  .dsum = sum ? dsum.tensor() : Tensor{},
+                                  .dout = dout,
+                                  .inp = inp,
+                                  .weight = weight,
+                                  .rstd = rstd,
+                                  .scratch = scratch},
+                                 Stream{});
                 dinps.push_back(dinp.fetch());
                 sums.push_back(dsum.fetch());
             }
@@ -170,8 +200,8 @@ TEST_P(RMSNorm, InPlace) {
     for (const int64_t C : {37, 64, 768, 9000}) {
         const TestArray weight = TestArray::random({C}, 3, 0.2, 1);
         const TestArray x = TestArray::random(T, {N, C}, 1), out = TestArray::poisoned(T, {N, C});
-        rmsnorm_forward(out, {}, {}, x, {}, weight, EPS, Stream{});
-        rmsnorm_forward(x, {}, {}, x, {}, weight, EPS, Stream{});
+        rmsnorm_forward({.out = out, .inp = x, .weight = weight, .eps = EPS}, Stream{});
+        rmsnorm_forward({.out = x, .inp = x, .weight = weight, .eps = EPS}, Stream{});
         expect_same_bits("out", out.fetch(), x.fetch());
 
         const TestArray inp = TestArray::random(T, {N, C}, 2), dout = TestArray::random(T, {N, C}, 4);
@@ -180,7 +210,14 @@ TEST_P(RMSNorm, InPlace) {
         std::vector<std::vector<double>> sums;
         for (const TestArray* d : {&dinp, &dout}) {
             const TestArray dweight = TestArray::poisoned({C});
-            rmsnorm_backward(*d, dweight, {}, dout, {}, inp, weight, rstd, scratch, false, Stream{});
+            rmsnorm_backward({.dinp = *d,
+                              .dweight = dweight,
+                              .dout = dout,
+                              .inp = inp,
+                              .weight = weight,
+                              .rstd = rstd,
+                              .scratch = scratch},
+                             Stream{});
             sums.push_back(dweight.fetch());
         }
         expect_same_bits("dinp", dinp.fetch(), dout.fetch());
@@ -206,7 +243,12 @@ TEST_P(RMSNorm, AddMatchesOracle) {
                 ref.out.value[i] += r[i];
                 ref.out.mag[i] += std::fabs(r[i]);
             }
-            rmsnorm_add_forward(view(out), in_place ? Tensor{} : rstd.tensor(), view(inp), view(residual), weight, EPS,
+            rmsnorm_add_forward({.out = view(out),
+                                 .rstd = in_place ? Tensor{} : rstd.tensor(),
+                                 .inp = view(inp),
+                                 .residual = view(residual),
+                                 .weight = weight,
+                                 .eps = EPS},
                                 Stream{});
             expect_close("out", take_columns(out.fetch(), ld, C), ref.out.value, ref.out.mag, C, C, T);
             if (in_place) continue;
@@ -228,14 +270,48 @@ TEST(RMSNormArguments, InvalidArgumentsAreErrors) {
                     rows = TestArray::random({4}, 5);
     const TestArray scratch = TestArray::scratch(rmsnorm_backward_scratch(4, 128));
     const Tensor none;
-    expect_error([&] { rmsnorm_forward(out, none, none, a, none, shorter, EPS, Stream{}); },
+    expect_error([&] { rmsnorm_forward({.out = out, .inp = a, .weight = shorter, .eps = EPS}, Stream{}); },
                  "rmsnorm_forward: weight is fp32 [64], expected fp32 [128]");
-    expect_error([&] { rmsnorm_forward(out, none, none, a, b, weight, EPS, Stream{}); },
-                 "rmsnorm_forward: residual is fp32 [4, 64], expected fp32 [4, 128]");
-    expect_error([&] { rmsnorm_add_forward(out, none, a, none, weight, EPS, Stream{}); },
+    expect_error(
+        [&] { rmsnorm_forward({.out = out, .inp = a, .residual = b, .weight = weight, .eps = EPS}, Stream{}); },
+        "rmsnorm_forward: residual is fp32 [4, 64], expected fp32 [4, 128]");
+    expect_error([&] { rmsnorm_add_forward({.out = out, .inp = a, .weight = weight, .eps = EPS}, Stream{}); },
                  "rmsnorm_add_forward: residual is missing");
-    expect_error([&] { rmsnorm_backward(out, shorter, none, a, none, a, weight, rows, scratch, false, Stream{}); },
-                 "rmsnorm_backward: dweight is fp32 [64], expected fp32 [128]");
-    expect_error([&] { rmsnorm_backward(out, weight, none, a, none, a, weight, rows, none, false, Stream{}); },
-                 str("rmsnorm_backward: scratch is missing, expected uint8 [", rmsnorm_backward_scratch(4, 128), "]"));
+    expect_error(
+        [&] {
+            rmsnorm_add_forward({.out = out, .sum = out, .inp = a, .residual = a, .weight = weight, .eps = EPS},
+                                Stream{});
+        },
+        "rmsnorm_add_forward: sum is given, expected none");
+    expect_error([&] { rmsnorm_forward({.out = out, .mean = rows, .inp = a, .weight = weight, .eps = EPS}, Stream{}); },
+                 "rmsnorm_forward: mean is given, expected none");
+    expect_error(
+        [&] { rmsnorm_forward({.out = out, .inp = a, .weight = weight, .bias = weight, .eps = EPS}, Stream{}); },
+        "rmsnorm_forward: bias is given, expected none");
+    expect_error(
+        [&] {
+            rmsnorm_backward({.dinp = out,
+                              .dweight = shorter,
+                              .dout = a,
+                              .inp = a,
+                              .weight = weight,
+                              .rstd = rows,
+                              .scratch = scratch},
+                             Stream{});
+        },
+        "rmsnorm_backward: dweight is fp32 [64], expected fp32 [128]");
+    expect_error(
+        [&] {
+            rmsnorm_backward(
+                {.dinp = out, .dbias = weight, .dout = a, .inp = a, .weight = weight, .rstd = rows, .scratch = scratch},
+                Stream{});
+        },
+        "rmsnorm_backward: dbias is given, expected none");
+    expect_error(
+        [&] {
+            rmsnorm_backward(
+                {.dinp = out, .dweight = weight, .dout = a, .inp = a, .weight = weight, .rstd = rows, .scratch = none},
+                Stream{});
+        },
+        str("rmsnorm_backward: scratch is missing, expected uint8 [", rmsnorm_backward_scratch(4, 128), "]"));
 }

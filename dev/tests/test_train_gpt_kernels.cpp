@@ -8,7 +8,7 @@
 #include "dev/oracle/reference.h"
 #include "dev/tests/test_util.h"
 #include "kernels/attention/attention.h"
-#include "kernels/layernorm.h"
+#include "kernels/norm.h"
 
 namespace {
 

@@ -22,7 +22,7 @@
 #include "runtime/device/tensor.h"
 #include "runtime/model/activation_config.h"
 
-// The norm of a linear layer's input: LayerNorm (centred) or RMSNorm; layernorm.h and rmsnorm.h have the formulas.
+// The norm of a linear layer's input: LayerNorm (centred) or RMSNorm; norm.h has the formulas.
 struct InputNorm {
     Tensor weight, bias;  // [C] fp32; weight null: no norm, bias null: none
     float eps = 1e-5f;

@@ -3,8 +3,7 @@
 
 #include "kernels/check.h"
 #include "kernels/generation/linear.h"
-#include "kernels/layernorm.h"
-#include "kernels/rmsnorm.h"
+#include "kernels/norm.h"
 
 struct LinearSizes {
     int64_t N, C, OC, columns;  // columns of out
@@ -45,9 +44,10 @@ inline Tensor linear_pre_activation(const Tensor& scratch, const LinearSizes& z,
 inline Tensor linear_normed(const Tensor& scratch, const LinearSizes& z, const Tensor& inp, const InputNorm& norm,
                             Stream stream) {
     const Tensor x = make_tensor(scratch.data, inp.dtype, inp.device, {z.N, z.C});
+    const NormForward a{.out = x, .inp = inp, .weight = norm.weight, .bias = norm.bias, .eps = norm.eps};
     if (norm.centred)
-        layernorm_forward(x, {}, {}, {}, inp, {}, norm.weight, norm.bias, norm.eps, stream);
+        layernorm_forward(a, stream);
     else
-        rmsnorm_forward(x, {}, {}, inp, {}, norm.weight, norm.eps, stream);
+        rmsnorm_forward(a, stream);
     return x;
 }
