@@ -282,8 +282,12 @@ void norm_forward(const Pass& p, Role role, int64_t layer, const NormActs& a, Te
                            .weight = p.model.weight(role, layer),
                            .bias = p.model.weight(bias_of(role), layer),
                            .eps = norm_eps(p)};
-    if (p.model.config.norm == Norm::LayerNorm) return layernorm_forward(norm, p.stream());
-    rmsnorm_forward(norm, p.stream());
+    switch (p.model.config.norm) {
+        case Norm::LayerNorm:
+            return layernorm_forward(norm, p.stream());
+        case Norm::RMSNorm:
+            return rmsnorm_forward(norm, p.stream());
+    }
 }
 
 // The norm after attention or the MLP: a.out = residual + norm(a.inp).
@@ -587,8 +591,12 @@ void norm_backward(const Pass& p, Role role, int64_t layer, const NormActs& a, c
                             .rstd = a.rstd,
                             .scratch = p.acts.scratch,
                             .accumulate = p.grads->accumulate()};
-    if (p.model.config.norm == Norm::LayerNorm) return layernorm_backward(norm, p.stream());
-    rmsnorm_backward(norm, p.stream());
+    switch (p.model.config.norm) {
+        case Norm::LayerNorm:
+            return layernorm_backward(norm, p.stream());
+        case Norm::RMSNorm:
+            return rmsnorm_backward(norm, p.stream());
+    }
 }
 
 // Where the gradient of the activation's input goes: over dact, or if it is gated over the input. If the forward
