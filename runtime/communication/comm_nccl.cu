@@ -101,6 +101,7 @@ class NcclTransport : public Transport {
     }
 
     ~NcclTransport() override {
+        stop_watchdog();  // still runs if finish() found a failure
         if (!finished) {
             abort_communicator();
             abort_ended.wait_for(ABORT_TIMEOUT);  // usually immediate: Graphs with operations are destroyed by now
