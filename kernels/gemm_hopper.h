@@ -2,8 +2,8 @@
 // Persistent blocks, warp specialisation and ping-pong, as CUTLASS describes them ("Efficient GEMM in CUDA", Hopper:
 // ping-pong).
 //
-// kernels/matmul.cu times them beside cuBLASLt and two separate kernels, and takes the fastest. The result has the same
-// bits every time, and does not depend on the number of blocks or on `cluster`.
+// kernels/cuda/fastest_gemm.h times them beside cuBLASLt and two separate kernels, and takes the fastest. The result
+// has the same bits every time, and does not depend on the number of blocks or on `cluster`.
 #pragma once
 
 #include "runtime/device/blas.h"

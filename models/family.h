@@ -29,7 +29,7 @@ struct Preset {
 struct Family {
     const char* name;          // model_type in config.json
     const char* architecture;  // transformers' class; null if it has none
-    // Every key that read() or write() use and COMMON_KEYS (family.cpp) does not have.
+    // Of the keys that read() and write() use, those that neither COMMON_KEYS (family.cpp) nor another family has.
     std::vector<const char*> keys;
     // Throws Error naming the key if a value would change the logits and is not implemented. What a config may omit
     // (fill_defaults) may stay open.

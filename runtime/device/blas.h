@@ -5,8 +5,8 @@
 // A GemmKey describes a GEMM: sizes, strides, dtypes, alignments and epilogue. Each key has one GemmPlan: the library's
 // descriptors and the algorithm. The algorithm is the first that the library's heuristic proposes, the fastest of those
 // that were timed (tuning), or one from a table of earlier timings (blas_choices, blas_use_choices). Only algorithms
-// that give the same bits every time and sum in fp32 are allowed. The plan also says
-// which kernel computes the GEMM (GemmKernel), the library's or another one; kernels/matmul.cu compares and runs them.
+// that give the same bits every time and sum in fp32 are allowed. The plan also says which kernel computes the GEMM
+// (GemmKernel), the library's or another one; kernels/cuda/fastest_gemm.h compares and runs them.
 #pragma once
 
 #include <cublasLt.h>
