@@ -279,10 +279,12 @@ void Engine::embed(Tensor hidden, Tensor token_ids, Tensor token_positions) {
 void Engine::norm(Tensor out, Tensor inp, const NormWeights& w) {
     const float eps = static_cast<float>(config.norm_eps);
     const NormForward norm{.out = out, .inp = inp, .weight = w.weight, .bias = w.bias, .eps = eps};
-    if (config.norm == Norm::LayerNorm)
-        layernorm_forward(norm, stream);
-    else
-        rmsnorm_forward(norm, stream);
+    switch (config.norm) {
+        case Norm::LayerNorm:
+            return layernorm_forward(norm, stream);
+        case Norm::RMSNorm:
+            return rmsnorm_forward(norm, stream);
+    }
 }
 
 // Runs x [N, C] through all blocks. attend(l) computes att from qkv and the cache.

@@ -25,10 +25,10 @@ run_tests() {
     make test BACKEND=cuda || failed=1
 }
 
-# The tests of the ops: each op is a header in kernels/ or one of its directories.
+# The tests of the ops: each op is a header in kernels/ or one of its directories; norm.h has two tests.
 kernel_tests() {
     local op
-    for op in kernels/*.h kernels/*/*.h; do
+    for op in kernels/*.h kernels/*/*.h layernorm rmsnorm; do
         op=build/cuda/dev/test_$(basename "$op" .h)
         [[ ! -x $op ]] || echo "$op"
     done

@@ -13,6 +13,10 @@
 //   keys     64   128       64          4       134,144 bytes  2 warpgroups, 240     1 warpgroup, 24  1
 //   keys     128  128       64          3       198,656 bytes  2 warpgroups, 240     1 warpgroup, 24  1
 //
+// Tensor cores are the bound. At D = 64 an inner tile of the query pass has 3 matmuls of 2·192·64·64 FLOP, 1,152 cycles
+// at 4,096 FLOP a cycle and SM, and 192·64 exponentials, 768 at 16 a cycle; one of the key pass 4 of 2·128·64·64,
+// 1,024, and 512. At D = 128 the matmuls double.
+//
 // The kernels are launched with 128 (queries, D = 64) or 168 registers a thread (sm_90a, CUDA 13.0), which setmaxnreg
 // redistributes. At D = 128 the query pass has 8 bytes of stack, the key pass 24.
 //

@@ -99,6 +99,9 @@ __device__ __forceinline__ float times_sigmoid(float x, float z) {
     return x * __fdividef(1.0f, 1.0f + exp2_for<bf16>(-LOG2E * z));
 }
 
+// -Wswitch is the host compiler's, and nvcc has no such warning: count the cases of device code.
+static_assert(size_t(Activation::None) == 3, "a new activation function needs a case of both activate()");
+
 // f(x), if f is not gated; x for None.
 template <Math MATH = Math::Exact>
 __device__ __forceinline__ float activate(Activation f, float x) {

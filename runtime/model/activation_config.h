@@ -1,5 +1,5 @@
 // The activation functions of the MLP (kernels/activation.h has the formulas): plain data that the config reads and
-// kernels take. A new one is an enumerator before None and its name; -Werror then shows each switch that needs it.
+// kernels take. A new one is an enumerator before None and its name (CONTRIBUTING.md has the recipe).
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@ enum class Activation : uint8_t { GELU, SwiGLU, ReLU2, None };
 
 // As --mlp and config.json write them. None is no choice: a matmul without an activation function.
 constexpr Names<3> ACTIVATION_NAMES = {"gelu", "swiglu", "relu2"};
+static_assert(ACTIVATION_NAMES.size() == size_t(Activation::None), "each activation function has a name");
 
 // Whether f has two inputs for each output: gate and up.
 constexpr bool is_gated(Activation f) {
