@@ -1,12 +1,19 @@
 #include "driver/linear_layer.h"
 
 #include "kernels/matmul.h"
+#include "kernels/nf4.h"
 
 namespace {
 
 // The name of a linear layer in a profile.
-const char* linear_name(Role weight) {
-    return weight == QKV_W ? "qkv" : weight == PROJ_W ? "proj" : weight == FC_W ? "fc" : "fcproj";
+const char* linear_name(Role role) {
+    constexpr const char* NAMES[] = {"qkv", "proj", "fc", "fcproj"};  // as LINEAR_LAYERS
+    return NAMES[linear_layer_index(role)];
+}
+
+const LinearWeights& weights_of(const Block& b, Role role) {
+    const LinearWeights* const all[] = {&b.w.qkv, &b.w.proj, &b.w.fc, &b.w.fcproj};
+    return *all[linear_layer_index(role)];
 }
 
 // Scratch as a matrix of fp8 codes.
@@ -14,31 +21,16 @@ Tensor code_matrix(const Tensor& scratch, int64_t rows, int64_t columns) {
     return make_tensor(scratch.data, scratch.dtype, scratch.device, {rows, columns});
 }
 
-// The adapters of a linear layer; a null: it has none.
-struct LoraLayer {
-    Tensor a, b;
-    const std::vector<LoraPart>* parts = nullptr;
-    Tensor low_rank;  // s·A·inp of all adapters, [n, parts·R]: the forward pass keeps it
-    float scale = 0;  // s
-};
-Tensor low_rank_of(const LayerActs& a, Role role) {
-    return role == QKV_W ? a.lora_qkv : role == PROJ_W ? a.lora_proj : role == FC_W ? a.lora_fc : a.lora_fcproj;
-}
-LoraLayer lora_layer(const Block& b, Role role) {
-    const Model& model = b.p.model;
-    if (!model.adapters) return {};
-    const auto parts = model.lora->parts.find({int(role), b.l});
-    if (parts == model.lora->parts.end()) return {};
-    const Tensor matrix_a = model.adapters->weight(lora_a(role), b.l),
-                 matrix_b = model.adapters->weight(lora_b(role), b.l);
-    const Tensor low_rank =
-        low_rank_of(b.p.acts.forward[size_t(b.l)], role).rows(0, b.p.in.n).columns(0, matrix_a.shape[0]);
-    return {matrix_a, matrix_b, &parts->second, low_rank, static_cast<float>(model.lora->options.scale())};
+// s·A·inp of all adapters, [n, parts·R]: the forward pass keeps it.
+Tensor low_rank_of(const Block& b, Role role) {
+    const LayerActs& a = b.p.acts.forward[size_t(b.l)];
+    const Tensor all[] = {a.lora_qkv, a.lora_proj, a.lora_fc, a.lora_fcproj};
+    return all[linear_layer_index(role)].rows(0, b.p.in.n).columns(0, weights_of(b, role).lora.a.shape[0]);
 }
 
 // Calls f(rows of B, rows of the layer's output, rows of A) for each adapter: their ranges begin, end.
 template <typename F>
-void for_each_part(const LoraLayer& lora, F f) {
+void for_each_part(const LoraWeights& lora, F f) {
     const int64_t R = lora.b.shape[1];
     int64_t a = 0, b = 0;
     for (const LoraPart& part : *lora.parts) {
@@ -49,13 +41,15 @@ void for_each_part(const LoraLayer& lora, F f) {
 }
 
 // s·B·A·inp.
-void lora_forward(const Block& b, const LoraLayer& lora, Into out, Tensor inp) {
+void lora_forward(const Block& b, Role role, Into out, Tensor inp) {
     const Range range(b.p.ctx.profiler, "lora");
     const Stream stream = b.p.stream();
-    if (!b.again()) matmul(lora.low_rank, inp, lora.a, false, true, false, stream, lora.scale);
+    const LoraWeights& lora = weights_of(b, role).lora;
+    const Tensor low_rank = low_rank_of(b, role);
+    if (!b.again()) matmul(low_rank, inp, lora.a, false, true, false, stream, lora.scale);
     for_each_part(lora, [&](auto rows_of_b, auto rows, auto rows_of_a) {
         const Tensor part = out.t.columns(rows.first, rows.second);
-        const Tensor h = lora.low_rank.columns(rows_of_a.first, rows_of_a.second);
+        const Tensor h = low_rank.columns(rows_of_a.first, rows_of_a.second);
         const Tensor weight = lora.b.rows(rows_of_b.first, rows_of_b.second);
         if (out.add)
             matmul_forward_add(part, h, weight, {}, part, stream);
@@ -67,10 +61,10 @@ void lora_forward(const Block& b, const LoraLayer& lora, Into out, Tensor inp) {
 }  // namespace
 
 Tensor linear_weight(const Block& b, Role role) {
-    const Model& model = b.p.model;
-    if (!model.nf4) return model.weight(role, b.l);
+    const LinearWeights& w = weights_of(b, role);
+    if (!w.nf4) return w.weight;
     const Range range(b.p.ctx.profiler, "dequantise");
-    return model.nf4->weight(*model.table.find(role, static_cast<int>(b.l)), b.p.acts.base_weight, b.p.stream());
+    return nf4_dequantise(b.p.acts.base_weight, *w.nf4, b.p.stream());
 }
 
 void quantise_input(const Block& b, Role role, bool rows, Tensor columns, const Fp8Producer& produce) {
@@ -88,21 +82,21 @@ void quantise_input(const Block& b, Role role, Tensor inp, bool rows, Tensor col
 void linear_forward(const Block& b, Role role, Tensor out, Tensor inp, Tensor columns, Tensor add) {
     const Range range(b.p.ctx.profiler, linear_name(role));
     const Stream stream = b.p.stream();
-    const Tensor weight = linear_weight(b, role), bias = b.p.model.weight(bias_of(role), b.l);
+    const Tensor weight = linear_weight(b, role), bias = weights_of(b, role).bias;
     if (!b.fp8()) {
         // Adapters that cover all of out write it first, and the matmul with the weight adds to it: the read of out
         // hides in that matmul's epilogue, while a thin matmul would wait for it.
-        const LoraLayer lora = lora_layer(b, role);
+        const LoraWeights& lora = weights_of(b, role).lora;
         const bool writes = lora.a && lora.b.shape[0] == out.shape[1];
         if (writes) {
-            lora_forward(b, lora, over(out), inp);
+            lora_forward(b, role, over(out), inp);
             add = out;
         }
         if (add)
             matmul_forward_add(out, inp, weight, bias, add, stream);
         else
             matmul_forward(out, inp, weight, bias, stream);
-        if (lora.a && !writes) lora_forward(b, lora, onto(out), inp);
+        if (lora.a && !writes) lora_forward(b, role, onto(out), inp);
         return;
     }
     if (inp) quantise_input(b, role, inp, true, columns);
@@ -128,7 +122,7 @@ void weight_backward(const Block& b, Role role, Tensor dout, Tensor inp, Tensor 
 void fp8_linear_backward(const Block& b, Role role, Tensor dinp, Tensor inp_t, const Fp8Producer& produce) {
     const Activations& acts = b.p.acts;
     const Stream stream = b.p.stream();
-    const Tensor weight = b.p.model.weight(role, b.l);
+    const Tensor weight = weights_of(b, role).weight;
     const int64_t n = dinp.shape[0], OC = weight.shape[0];
     const Tensor rows = code_matrix(acts.fp8_rows, n, OC), columns = code_matrix(acts.fp8_columns, OC, n);
     {
@@ -150,17 +144,19 @@ namespace {
 
 // LoRA: with h = s·A·inp of the forward pass, dB = doutᵀ·h; with dh = s·dout·B, dA = dhᵀ·inp and dinp = dh·A. dinp may
 // be null.
-void lora_backward(const Block& b, const LoraLayer& lora, Role role, Into dinp, Tensor dout, Tensor inp) {
+void lora_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor inp) {
     const Range range(b.p.ctx.profiler, "lora");
     const Stream stream = b.p.stream();
     const Model& adapters = *b.p.model.adapters;
     const Gradients& grads = *b.p.grads;
     const bool accumulate = grads.accumulate();
+    const LoraWeights& lora = weights_of(b, role).lora;
+    const Tensor low_rank = low_rank_of(b, role);
     const Tensor da = adapters.gradient(grads, lora_a(role), b.l), db = adapters.gradient(grads, lora_b(role), b.l);
     const Tensor dlow_rank = b.p.acts.dlow_rank.rows(0, inp.shape[0]).columns(0, lora.a.shape[0]);
     for_each_part(lora, [&](auto rows_of_b, auto rows, auto rows_of_a) {
         const Tensor d = dout.columns(rows.first, rows.second);
-        const Tensor h = lora.low_rank.columns(rows_of_a.first, rows_of_a.second);
+        const Tensor h = low_rank.columns(rows_of_a.first, rows_of_a.second);
         matmul_backward_weight(db.rows(rows_of_b.first, rows_of_b.second), {}, d, h, accumulate, stream);
         matmul(dlow_rank.columns(rows_of_a.first, rows_of_a.second), d, lora.b.rows(rows_of_b.first, rows_of_b.second),
                false, false, false, stream, lora.scale);
@@ -183,9 +179,8 @@ void linear_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor i
                                    [&](const Fp8Output& out) { fp8_quantise(out, dout, stream); });
     }
     weight_backward(b, role, dout, inp, dbias);
-    const LoraLayer lora = lora_layer(b, role);
-    if (lora.a) {  // before the frozen weight's matmul, which adds to dinp, as in linear_forward()
-        lora_backward(b, lora, role, dinp, dout, inp);
+    if (weights_of(b, role).lora.a) {  // before the frozen weight's matmul, which adds to dinp, as in linear_forward()
+        lora_backward(b, role, dinp, dout, inp);
         dinp.add = true;
     }
     if (!dinp) return;

@@ -35,43 +35,46 @@ Nf4Base::Nf4Base(const ParamTable& table) {
         if (!quantises(p)) continue;
         require(p.cols % NF4_BLOCK == 0, p.name, ": has ", p.cols, " inputs; NF4 needs a multiple of ", NF4_BLOCK,
                 "; leave out --qlora");
+        Nf4Matrix& matrix = matrices[p.index];
+        matrix.rows = p.rows;
+        matrix.cols = p.cols;
         for (const SourceTensor& source : p.sources) {
-            matrices[p.index].push_back({source.row, source.rows, end});
+            matrix.parts.push_back({source.row, source.rows, {}});
             end += Layout(source.rows * p.cols).bytes;
         }
         largest_weight = std::max(largest_weight, p.numel());
     }
 }
 
-Nf4Weights Nf4Base::tensors(int64_t n, int64_t offset) const {
-    const Layout at(n);
-    return {memory.at(offset, DType::U8, {n / 2}), memory.at(offset + at.absmax_codes, DType::U8, {nf4_blocks(n)}),
-            memory.at(offset + at.group_absmax, DType::F32, {nf4_groups(n)}),
-            memory.at(offset + at.mean, DType::F32, {1})};
+void Nf4Base::allocate() {
+    memory = Arena(end, "NF4 weights");
+    int64_t at = 0;
+    for (auto& [index, matrix] : matrices)
+        for (Nf4Matrix::Part& part : matrix.parts) {
+            const int64_t n = part.rows * matrix.cols;
+            const Layout layout(n);
+            part.weights = {memory.at(at, DType::U8, {n / 2}),
+                            memory.at(at + layout.absmax_codes, DType::U8, {nf4_blocks(n)}),
+                            memory.at(at + layout.group_absmax, DType::F32, {nf4_groups(n)}),
+                            memory.at(at + layout.mean, DType::F32, {1})};
+            at += layout.bytes;
+        }
 }
 
 void Nf4Base::store(const Param& p, const float* values) const {
-    for (const Matrix& m : matrices.at(p.index)) {
-        const int64_t n = m.rows * p.cols;
+    for (const Nf4Matrix::Part& part : matrix(p).parts) {
+        const int64_t n = part.rows * p.cols;
         std::vector<uint8_t> codes(size_t(n / 2)), absmax_codes(size_t(nf4_blocks(n)));
         std::vector<float> group_absmax(size_t(nf4_groups(n)));
         float mean = 0;
         const Nf4Weights host = {host_tensor(codes.data(), {n / 2}), host_tensor(absmax_codes.data(), {nf4_blocks(n)}),
                                  host_tensor(group_absmax.data(), {nf4_groups(n)}), host_tensor(&mean, {1})};
-        nf4_quantise(host, host_tensor(values + m.row * p.cols, {n}));
-        const Nf4Weights to = tensors(n, m.offset);
+        nf4_quantise(host, host_tensor(values + part.row * p.cols, {n}));
+        const Nf4Weights& to = part.weights;
         for (const auto& [device, from] : {std::pair(to.codes, host.codes),
                                            {to.absmax_codes, host.absmax_codes},
                                            {to.group_absmax, host.group_absmax},
                                            {to.mean, host.mean}})
             copy_to_device(device.data, from.data, size_t(from.bytes()), Stream{});
     }
-}
-
-Tensor Nf4Base::weight(const Param& p, Tensor to, Stream stream) const {
-    for (const Matrix& m : matrices.at(p.index)) {
-        const int64_t begin = m.row * p.cols, n = m.rows * p.cols;
-        nf4_dequantise(to.rows(begin, begin + n), tensors(n, m.offset), stream);
-    }
-    return make_tensor(to.data, to.dtype, to.device, {p.rows, p.cols});
 }

@@ -21,21 +21,14 @@ class Nf4Base {
 
     int64_t bytes() const { return end; }
     int64_t largest() const { return largest_weight; }  // elements
-    void allocate() { memory = Arena(end, "NF4 weights"); }
+    void allocate();
 
     // Quantises a parameter from fp32 values on the host, in memory order.
     void store(const Param& p, const float* values) const;
-    // The parameter's values in `to` [numel] fp32 or bf16, as [rows, cols].
-    Tensor weight(const Param& p, Tensor to, Stream stream) const;
+    const Nf4Matrix& matrix(const Param& p) const { return matrices.at(p.index); }
 
   private:
-    // Rows [row, row + rows) of a parameter, and where their codes are.
-    struct Matrix {
-        int64_t row, rows, offset;
-    };
-    Nf4Weights tensors(int64_t n, int64_t offset) const;
-
-    std::map<size_t, std::vector<Matrix>> matrices;  // by Param::index
+    std::map<size_t, Nf4Matrix> matrices;  // by Param::index; without memory before allocate()
     int64_t end = 0, largest_weight = 0;
     Arena memory;
 };

@@ -1,10 +1,26 @@
 #include "driver/pass.h"
 
+namespace {
+
+LoraWeights lora_weights(const Model& model, Role role, int64_t l) {
+    if (!model.adapters) return {};
+    const auto parts = model.lora->parts.find({int(role), l});
+    if (parts == model.lora->parts.end()) return {};
+    return {model.adapters->weight(lora_a(role), l), model.adapters->weight(lora_b(role), l), &parts->second,
+            static_cast<float>(model.lora->options.scale())};
+}
+
+}  // namespace
+
 BlockWeights block_weights(const Model& model, int64_t l) {
     const auto norm = [&](Role role) { return NormWeights{model.weight(role, l), model.weight(bias_of(role), l)}; };
     const auto linear = [&](Role role) {
-        const bool in_nf4 = model.nf4 && linear_layer_index(role) >= 0;
-        return LinearWeights{in_nf4 ? Tensor{} : model.weight(role, l), model.weight(bias_of(role), l)};
+        LinearWeights w{.weight = {}, .bias = model.weight(bias_of(role), l), .lora = lora_weights(model, role, l)};
+        if (model.nf4)
+            w.nf4 = &model.nf4->matrix(*model.table.find(role, static_cast<int>(l)));
+        else
+            w.weight = model.weight(role, l);
+        return w;
     };
     return {.norm1 = norm(NORM1_W),
             .norm2 = norm(NORM2_W),
@@ -12,7 +28,7 @@ BlockWeights block_weights(const Model& model, int64_t l) {
             .proj = linear(PROJ_W),
             .fc = linear(FC_W),
             .fcproj = linear(FCPROJ_W),
-            .gate = linear(DECAY_GATE_W),
+            .gate = {model.weight(DECAY_GATE_W, l), model.weight(DECAY_GATE_B, l)},
             .headnorm = model.weight(HEADNORM_W, l),
             .qnorm = model.weight(QNORM_W, l),
             .knorm = model.weight(KNORM_W, l)};

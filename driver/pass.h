@@ -3,8 +3,8 @@
 
 #include <functional>
 
-#include "kernels/linear_weight.h"
 #include "model.h"
+#include "runtime/model/linear_weight.h"
 
 // A destination: written over, or added to.
 struct Into {
@@ -46,8 +46,8 @@ struct Pass {
 struct Block {
     const Pass& p;
     const int64_t l;
-    const LayerActs a;     // of the pass's tokens
-    const BlockWeights w;  // weights in NF4 are null: linear_weight() (driver/linear_layer.h) has those of all formats
+    const LayerActs a;  // of the pass's tokens
+    const BlockWeights w;
 
     Into grad(Role role) const { return p.grad(role, l); }
     bool fp8() const { return p.acts.uses_fp8(l); }
@@ -55,5 +55,5 @@ struct Block {
     bool again() const { return p.grads; }
 };
 Block block_of(const Pass& p, int64_t l);
-// Views of a layer's weights; null where the model has none, or has it in NF4.
+// Views of a layer's weights; null where the model has none.
 BlockWeights block_weights(const Model& model, int64_t l);

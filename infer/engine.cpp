@@ -226,6 +226,7 @@ void Engine::count_weight_bytes() {
             count_bytes(norm.bias);
         }
         for (const LinearWeights& w : {b.qkv, b.proj, b.fc, b.fcproj, b.gate}) {
+            require(!w.nf4 && !w.lora.a, "engine: weights in NF4 or with adapters; merge the adapters first");
             count_bytes(w.weight);
             count_bytes(w.bias);
         }

@@ -61,7 +61,8 @@ class Engine {
     ~Engine();
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
-    // The caller owns the weights and keeps them for as long as the engine lives.
+    // The caller owns the weights and keeps them for as long as the engine lives. Throws Error for weights in NF4 or
+    // with LoRA adapters.
     void allocate(const InferenceWeights& weights);
 
     // Bytes, for the memory plan.

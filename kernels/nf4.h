@@ -11,6 +11,8 @@
 // nf4_quantise() on weights that are not finite.
 #pragma once
 
+#include <vector>
+
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 
@@ -22,6 +24,16 @@ struct Nf4Weights {
     Tensor absmax_codes;  // [n / 64] U8
     Tensor group_absmax;  // [⌈n / 64 / 256⌉] fp32
     Tensor mean;          // [1] fp32
+};
+
+// A weight [rows, cols]: matrices that are quantised each by itself, one below the other.
+struct Nf4Matrix {
+    struct Part {
+        int64_t row, rows;
+        Nf4Weights weights;
+    };
+    int64_t rows, cols;
+    std::vector<Part> parts;
 };
 
 constexpr int64_t nf4_blocks(int64_t n) {
@@ -37,3 +49,5 @@ void nf4_quantise(const Nf4Weights& out, Tensor inp);
 
 // out [n] fp32, on a GPU also bf16: the weights, rounded once.
 void nf4_dequantise(Tensor out, const Nf4Weights& weights, Stream stream);
+// Uses the beginning of out [rows·cols or more], and returns it as [rows, cols].
+Tensor nf4_dequantise(Tensor out, const Nf4Matrix& matrix, Stream stream);

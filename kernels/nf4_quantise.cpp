@@ -1,4 +1,4 @@
-// Quantisation to NF4 on the host, for both backends.
+// What both backends share: quantisation to NF4 on the host, and weights of several matrices.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -89,4 +89,12 @@ void nf4_quantise(const Nf4Weights& out, Tensor inp) {
                [&](int64_t i, uint8_t code) { absmax_codes[begin + i] = code; });
     }
     *out.mean.as<float>() = mean;
+}
+
+Tensor nf4_dequantise(Tensor out, const Nf4Matrix& matrix, Stream stream) {
+    for (const Nf4Matrix::Part& part : matrix.parts) {
+        const int64_t begin = part.row * matrix.cols, n = part.rows * matrix.cols;
+        nf4_dequantise(out.rows(begin, begin + n), part.weights, stream);
+    }
+    return make_tensor(out.data, out.dtype, out.device, {matrix.rows, matrix.cols});
 }

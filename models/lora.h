@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/model/linear_weight.h"
 #include "runtime/model/params.h"
 #include "runtime/model/roles.h"
 
@@ -26,11 +27,6 @@ struct LoraOptions {
     bool on() const { return rank > 0; }
     double scale() const;             // s
     std::string description() const;  // "rank 16, alpha 32, targets q_proj,v_proj"
-};
-
-// The rows of a parameter that one adapter changes.
-struct LoraPart {
-    int64_t row, rows;
 };
 
 // The roles in an adapter's table, in place of Role: A and B of the parameter in a role.

@@ -295,6 +295,14 @@ TEST(Engine, InvalidArgumentsAreErrors) {
         },
         "a sequence of 9 tokens exceeds the context of 8; shorten the prompt or raise --context");
     EXPECT_FALSE(g.engine.ready());
+    InferenceWeights adapted = inference_weights(driver.model);
+    adapted.blocks[1].proj.lora.a = adapted.blocks[1].proj.weight;
+    expect_error(
+        [&] {
+            Engine engine(driver.model.config, engine_options(2, 8), driver.ctx.stream);
+            engine.allocate(adapted);
+        },
+        "engine: weights in NF4 or with adapters; merge the adapters first");
 }
 
 // A ring that has wrapped several times equals recomputation, for prompts shorter and longer than it, in one pass with

@@ -158,7 +158,7 @@ void quantise_base(Driver& to, Driver& from) {
         if (!Nf4Base::quantises(p)) continue;
         to.model.nf4->store(p, values.data());
         const TestArray out = TestArray::poisoned({p.numel()});
-        to.model.nf4->weight(p, out, to.ctx.stream);
+        nf4_dequantise(out, to.model.nf4->matrix(p), to.ctx.stream);
         synchronize(to.ctx.stream);
         const std::vector<double> moved = out.fetch();
         std::copy(moved.begin(), moved.end(), values.begin());

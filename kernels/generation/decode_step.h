@@ -26,7 +26,7 @@
 
 #include "kernels/generation/decode_batch.h"
 #include "kernels/generation/linear.h"
-#include "kernels/linear_weight.h"
+#include "runtime/model/linear_weight.h"
 
 // Views of a model's weights.
 struct InferenceWeights {

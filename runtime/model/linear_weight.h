@@ -2,13 +2,31 @@
 // dtype.
 #pragma once
 
+#include <cstdint>
+#include <vector>
+
 #include "runtime/device/tensor.h"
 
 struct NormWeights {
     Tensor weight, bias;  // [C] fp32; bias may be null
 };
+
+// The rows of a weight that one LoRA adapter changes.
+struct LoraPart {
+    int64_t row, rows;
+};
+// The LoRA adapters of a weight, one for each part, with matrices one below the other: W + scale·B·A.
+struct LoraWeights {
+    Tensor a, b;  // [parts·R, C], [the parts' rows, R]; null: no adapters
+    const std::vector<LoraPart>* parts = nullptr;
+    float scale = 0;
+};
+
+// A weight as a linear layer sees it: in T or packed, with what is added to it.
 struct LinearWeights {
-    Tensor weight, bias;  // [OC, C], [OC] or null
+    Tensor weight, bias;                    // [OC, C], null if it is packed; [OC] or null
+    const struct Nf4Matrix* nf4 = nullptr;  // in NF4 (kernels/nf4.h), or null
+    LoraWeights lora = {};
 };
 struct BlockWeights {
     NormWeights norm1, norm2;
