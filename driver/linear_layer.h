@@ -1,5 +1,5 @@
-// A linear layer of a block (qkv, proj, fc, fcproj): out = inp·weightᵀ + bias, with what the run adds to that. Its weight
-// is a LinearWeights (runtime/model/linear_weight.h): in the model's dtype or packed, with or without adapters.
+// A linear layer of a block (qkv, proj, fc, fcproj): out = inp·weightᵀ + bias, with what the run adds to that. Its
+// weight is a LinearWeights (runtime/model/linear_weight.h): in the model's dtype or packed, with or without adapters.
 //
 //   LoRA   out += s·B·A·inp for each adapter. Only A and B have gradients; the weight is frozen (models/lora.h).
 //   QLoRA  the weight comes out of NF4 at each use (driver/nf4_base.h).
