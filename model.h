@@ -334,11 +334,14 @@ void quantise_weights(const Context& ctx, const Model& model, const Activations&
 StepScalars read_scalars(const Context& ctx, const Activations& acts);
 void write_scalars(const Context& ctx, const Activations& acts, const StepScalars& s);
 
-// The loss of a split, or of its first `limit` tokens (0: all). Each rank takes its share of the batches. packing: of
-// the split's examples (null: fixed sequences). split_bytes: bytes of the split's text (0: unknown). before_batch:
-// called before each batch.
-Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
-                    const Packing* packing, int32_t end_of_text, int64_t limit, int64_t split_bytes,
+struct EvalSplit {
+    const TokenFiles& files;
+    const Packing* packing;  // of its examples; null: fixed sequences
+    int32_t end_of_text;
+    int64_t limit, bytes;  // the first so many tokens are read, 0: all; bytes of its text, 0: unknown
+};
+// The loss of a split. Each rank takes its share of the batches. before_batch: called before each batch.
+Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const EvalSplit& split,
                     const std::function<void()>& before_batch = {});
 // The model's results on questions (data/multiple_choice.h). choices: make_choices() of them. Each rank takes its share
 // of the passes; all get the same results.

@@ -71,7 +71,7 @@ void run_chat(const Args& args) {
     std::cerr << source.name << ", " << chat_template.file() << ", a context of " << engine_options.context
               << " tokens; /reset starts a new conversation, /exit quits, Ctrl-C stops a response\n";
     const GenerateStatistics statistics = chat(m.engine, tokenizer, chat_template, options, std::cin, std::cout,
-                                               stop_requested, catch_interrupt, release_interrupt);
+                                               {stop_requested, catch_interrupt, release_interrupt});
     std::cerr << statistics_text(statistics,
                                  bandwidth_to_show(statistics, [&] { return measured_read_bandwidth(ctx.stream); }));
 }

@@ -102,8 +102,8 @@ void run_eval(const Args& args) {
     std::unique_ptr<Packing> packing;
     if (files.has_examples()) packing = std::make_unique<Packing>(files, T, o.too_long == "skip");
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
-    const Evaluation e =
-        evaluate(ctx, m.model, m.acts, files, packing.get(), data.end_of_text, 0, text_bytes(data, files, train_split));
+    const EvalSplit split{files, packing.get(), data.end_of_text, 0, text_bytes(data, files, train_split)};
+    const Evaluation e = evaluate(ctx, m.model, m.acts, split);
     if (packing && packing->num_too_long())
         std::cerr << "train_gpt: eval: " << packing->num_too_long() << " examples longer than --seq-len " << T
                   << " were left out\n";

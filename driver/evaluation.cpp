@@ -6,11 +6,11 @@
 #include "infer/prompts.h"
 #include "runtime/device/convert_dtype.h"
 
-Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
-                    const Packing* packing, int32_t end_of_text, int64_t limit, int64_t split_bytes,
+Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const EvalSplit& split,
                     const std::function<void()>& before_batch) {
-    const EvalBatches batches{files, acts.shape.B, acts.shape.T, model.config.vocab_size, end_of_text, limit, packing};
-    return evaluate(ctx, batches, split_bytes, acts.loss_sum, [&](const Batch& batch, bool accumulate) {
+    const EvalBatches batches{split.files,       acts.shape.B, acts.shape.T, model.config.vocab_size,
+                              split.end_of_text, split.limit,  split.packing};
+    return evaluate(ctx, batches, split.bytes, acts.loss_sum, [&](const Batch& batch, bool accumulate) {
         if (before_batch) before_batch();
         const Input in = upload(ctx, acts, batch);
         forward({ctx, model, acts, in});

@@ -334,8 +334,9 @@ void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
     for (size_t k = 0; k < setup.data.size(); k++) {
         const TrainingData& data = setup.data[k];
         if (!data.val_files) continue;
-        const Evaluation e = evaluate(ctx, model, acts, *data.val_files, data.val_packing.get(),
-                                      data.directory.end_of_text, options.eval_tokens, val_bytes[k], progressing);
+        const EvalSplit split{*data.val_files, data.val_packing.get(), data.directory.end_of_text, options.eval_tokens,
+                              val_bytes[k]};
+        const Evaluation e = evaluate(ctx, model, acts, split, progressing);
         sum += double(data.weight) * e.loss();
         weights += double(data.weight);
         ordered_json& entry = setup.data.size() > 1 ? by_directory[data.directory.path] : line;

@@ -75,8 +75,7 @@ void check_conversation(const ChatTemplate& chat_template, const ChatOptions& op
 
 GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTemplate& chat_template,
                         const ChatOptions& options, std::istream& in, std::ostream& out,
-                        const std::function<bool()>& interrupted, const std::function<void()>& begin_response,
-                        const std::function<void()>& end_response) {
+                        const ChatCallbacks& callbacks) {
     GenerateStatistics sum;
     Conversation conversation(chat_template, tokenizer, options.system);
     const int64_t start = conversation.start_tokens(), context = engine.options.context;
@@ -117,9 +116,9 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
         Completion response(&tokenizer, options.response, [&](std::string_view text) { out << text << std::flush; });
         const int64_t kept = common_tokens(cached, tokens);
         std::vector<Request> requests{{std::move(tokens), kept, turn++, &response, {}}};
-        begin_response();
-        const GenerateStatistics s = generate(engine, requests, {options.slide, start}, interrupted);
-        end_response();
+        callbacks.begin_response();
+        const GenerateStatistics s = generate(engine, requests, {options.slide, start}, callbacks.interrupted);
+        callbacks.end_response();
         out << "\n" << std::flush;
         sum.add(s);
         cached = requests[0].context;

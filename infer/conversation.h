@@ -19,15 +19,19 @@ struct ChatOptions {
     bool prompts = true;                // show "> " before each user turn
 };
 
+// What chat() calls: after each token, where true ends the response and the conversation continues; around each
+// response.
+struct ChatCallbacks {
+    std::function<bool()> interrupted;
+    std::function<void()> begin_response, end_response;
+};
+
 // Throws Error where the template refuses a user turn with this system message, or fails.
 void check_conversation(const ChatTemplate& chat_template, const ChatOptions& options);
 
 // Reads one user turn per line, with or without a carriage return at its end, until the stream ends. Empty lines are
-// skipped, /reset starts a new conversation, /exit ends. interrupted() is called after each token: true ends the
-// response, and the conversation continues. begin_response and end_response are called around each response. engine
-// must have one slot. Returns the sum of the statistics. Throws Error before it reads if the context cannot slide with
-// the start of every conversation in it.
+// skipped, /reset starts a new conversation, /exit ends. engine must have one slot. Returns the sum of the statistics.
+// Throws Error before it reads if the context cannot slide with the start of every conversation in it.
 GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTemplate& chat_template,
                         const ChatOptions& options, std::istream& in, std::ostream& out,
-                        const std::function<bool()>& interrupted, const std::function<void()>& begin_response,
-                        const std::function<void()>& end_response);
+                        const ChatCallbacks& callbacks);

@@ -4,9 +4,18 @@
 
 namespace {
 
-UpdateSlice make_slice(const ParamTable& table, const Sharding& sharding, const WeightArenas& weights,
-                       const Gradients& grads, const ParamArena& m, const ParamArena& v,
-                       const HyperparametersByGroup& rates, int first, int last) {
+// What slices are views of: the arguments of make_update_slices().
+struct Sources {
+    const ParamTable& table;
+    const Sharding& sharding;
+    const WeightArenas& weights;
+    const Gradients& grads;
+    const ParamArena &m, &v;
+    const HyperparametersByGroup& rates;
+};
+
+UpdateSlice make_slice(const Sources& from, int first, int last) {
+    const auto& [table, sharding, weights, grads, m, v, rates] = from;
     const bool fp32_group = table.fp32_total && last == table.num_groups(), split = sharding.splits_optimizer();
     const auto updated = [&](const ParamArena& arena) {
         if (!arena) return Tensor{};
@@ -64,7 +73,7 @@ std::vector<UpdateSlice> make_update_slices(const ParamTable& table, const Shard
         const bool apart = weights.fp32 && first < groups - 1;
         last = sharding.world > 1 ? first + 1 : apart ? groups - 1 : groups;
         if (table.group_begin[size_t(first)] == table.group_begin[size_t(last)]) continue;
-        slices.push_back(make_slice(table, sharding, weights, grads, m, v, rates, first, last));
+        slices.push_back(make_slice({table, sharding, weights, grads, m, v, rates}, first, last));
     }
     return slices;
 }
