@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <iostream>
 #include <sstream>
+#include <tuple>
 
 #include "commands/cli.h"
 #include "driver/trainer.h"

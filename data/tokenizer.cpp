@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
@@ -253,10 +254,9 @@ struct Tokenizer::Impl {
         const std::string otherwise = flag(step, "add_prefix_space", true) ? "always" : "never";  // the older key
         const std::string scheme =
             given(step, "prepend_scheme") ? step["prepend_scheme"].get<std::string>() : otherwise;
-        const Names<3> names = {"never", "first", "always"};
-        if (std::find(names.begin(), names.end(), scheme) == names.end())
-            unsupported("Metaspace with prepend_scheme ", scheme);
-        in_front = enum_of<InFront>(names, scheme);
+        const std::optional<InFront> found = find_enum<InFront>(Names<3>{"never", "first", "always"}, scheme);
+        if (!found) unsupported("Metaspace with prepend_scheme ", scheme);
+        in_front = *found;
     }
 
     void add_token(const std::string& token_bytes, int64_t id) {

@@ -1,5 +1,5 @@
 // This project's own format: what no other family can express.
-#include <array>
+#include <optional>
 
 #include "models/llama_block.h"
 
@@ -46,9 +46,9 @@ ModelConfig modern_tiny() {
 
 template <typename Enum, size_t N>
 Enum read_enum(const ConfigKeys& keys, const char* key, const Names<N>& names) {
-    const std::string value = keys.text(key, "");
-    keys.demand(std::find(names.begin(), names.end(), value) != names.end(), key, joined(names));
-    return enum_of<Enum>(names, value);
+    const std::optional<Enum> found = find_enum<Enum>(names, keys.text(key, ""));
+    keys.demand(found.has_value(), key, joined(names));
+    return *found;
 }
 
 constexpr Names<2> NORM_PLACEMENT_NAMES = {"before", "after"};

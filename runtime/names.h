@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -19,10 +20,18 @@ std::string joined(const Names<N>& names) {
     return text;
 }
 
+// Nothing for another name.
+template <typename Enum, size_t N>
+std::optional<Enum> find_enum(const Names<N>& names, std::string_view name) {
+    for (size_t i = 0; i < N; i++)
+        if (name == names[i]) return Enum(i);
+    return {};
+}
+
 // Throws Error for another name.
 template <typename Enum, size_t N>
 Enum enum_of(const Names<N>& names, std::string_view name) {
-    for (size_t i = 0; i < N; i++)
-        if (name == names[i]) return Enum(i);
-    throw Error(str(name, " is none of ", joined(names)));
+    const std::optional<Enum> found = find_enum<Enum>(names, name);
+    require(found.has_value(), name, " is none of ", joined(names));
+    return *found;
 }

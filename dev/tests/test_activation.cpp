@@ -2,6 +2,9 @@
 // cancel; zero; NaN; in place; rows with gaps; of gated functions the forward pass recomputed beside the gradients.
 #include "kernels/activation.h"
 
+#include <cmath>
+#include <iterator>
+
 #include "dev/oracle/reference.h"
 #include "dev/tests/test_util.h"
 

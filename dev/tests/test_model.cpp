@@ -1,5 +1,6 @@
 // The model as a whole, from tokens to gradients: against PyTorch in float64, against the float64 reference model, and
 // with every variant of the model, plan and level of recomputation against itself.
+#include <functional>
 #include <map>
 #include <numeric>
 #include <random>

@@ -2,6 +2,8 @@
 // those of training, then those of generation. T is the dtype that results are rounded to.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/activation.h"
 #include "kernels/cuda/sigmoid.cuh"
 
