@@ -6,6 +6,7 @@
 
 #include "runtime/error.h"
 #include "runtime/files/files.h"
+#include "runtime/files/json_keys.h"
 
 using nlohmann::json;
 
@@ -13,15 +14,13 @@ std::vector<Question> read_questions(const std::string& path) {
     const std::string text = read_file(path);
     std::vector<Question> questions;
     int64_t number = 0;
-    // Drops values that are nested deeper than in any valid question, because copying deep values recurses.
-    const auto no_deeper = [](int depth, json::parse_event_t, json&) { return depth <= 2; };
     for (size_t begin = 0; begin < text.size();) {
         const size_t end = std::min(text.find('\n', begin), text.size());
         const std::string line = text.substr(begin, end - begin);
         begin = end + 1;
         number++;
         if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
-        const json q = json::parse(line, no_deeper, false);
+        const json q = json_fault(line).empty() ? json::parse(line) : json();
         const bool one = q.is_object() && q.value("endings", json()).is_array() && q["endings"].size() == 1;
         const bool shaped = q.is_object() && q.value("ctx", json()).is_string() &&
                             q.value("endings", json()).is_array() &&

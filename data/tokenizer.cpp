@@ -16,6 +16,7 @@
 #include "data/unicode.h"
 #include "runtime/error.h"
 #include "runtime/files/files.h"
+#include "runtime/files/json_keys.h"
 #include "runtime/names.h"
 
 namespace {
@@ -112,12 +113,10 @@ struct Tokenizer::Impl {
     Impl(const std::string& path, const std::string& shown_as) : file(shown_as) {
         byte_id.fill(-1);
         const std::string text = read_file(path, int64_t(1) << 30);
-        const auto limit_depth = [&](int depth, json::parse_event_t, json&) {  // freeing the values may recurse
-            require(depth <= 100, file, ": JSON nested more than 100 deep; the file is damaged");
-            return true;
-        };
+        const std::string fault = json_fault(text);
+        require(fault.empty(), file, ": not a valid tokenizer.json: ", fault, "; the file is damaged");
         try {
-            read(json::parse(text, limit_depth));
+            read(json::parse(text));
         } catch (const json::exception& e) {
             const std::string text_of_library = e.what(), what = text_of_library.substr(text_of_library.find("] ") + 2);
             throw Error(str(file, ": not a valid tokenizer.json: ", what));  // without its "[json.exception.…] "

@@ -1,6 +1,7 @@
 // runtime/files/safetensors.h: round trips in each dtype, every rule of the format broken once, and random damage.
 #include "runtime/files/safetensors.h"
 
+#include <chrono>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -111,8 +112,8 @@ TEST(Safetensors, WriterRejectsInvalidTensors) {
 
 TEST(Safetensors, ReadsFilesOfOtherWriters) {
     const TempDir dir;
-    // Padding after the header, BOOL, offsets that aren't aligned, tensors in another order than their names.
-    write_file(dir.file("x"), file_of(R"({"b":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]},)"
+    // White space around the header, BOOL, offsets that aren't aligned, tensors in another order than their names.
+    write_file(dir.file("x"), file_of(std::string(" \t\r\n") + R"({"b":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]},)"
                                       R"("a":{"dtype":"F32","shape":[1],"data_offsets":[3,7]}}    )",
                                       std::string("\1\0\1\0\0\x80\x3f", 7)));
     const StoredTensors file(dir.file("x"));
@@ -144,13 +145,14 @@ TEST(Safetensors, RejectsDamagedFiles) {
     expect_refused(std::string(16, '\xff'), {"header of 18446744073709551615 bytes"});
     expect_refused(file_of("", ""), {"does not start with '{'"});
     expect_refused(file_of("[]", ""), {"does not start with '{'"});
-    expect_refused(file_of(" " + good, data), {"does not start with '{'"});
+    expect_refused(file_of("\f" + good, data), {"does not start with '{'"});
+    expect_refused(file_of(good + '\0', data), {"NUL at byte 55"});
     expect_refused(file_of("{\"a\":", ""), {"broken JSON at byte"});
     expect_refused(file_of("{\"a\xff\":1}", ""), {"broken JSON at byte"});
     expect_refused(file_of(good + "x", data), {"broken JSON at byte"});
     expect_refused(with("[2]", "[1e999]"), {"out of range"});
-    expect_refused(file_of("{\"a\":" + std::string(100000, '['), ""), {"broken JSON at byte"});
-    expect_refused(with("\"F32\"", std::string(100000, '[') + std::string(100000, ']')), {"nested too deeply"});
+    expect_refused(file_of("{\"a\":" + std::string(100000, '['), ""), {"nested more than 3 deep"});
+    expect_refused(with("\"F32\"", std::string(100000, '[') + std::string(100000, ']')), {"nested more than 3 deep"});
     expect_refused(file_of("{" + good.substr(1, good.size() - 2) + "," + good.substr(1), data), {"\"a\" twice"});
     expect_refused(with("\"shape\"", "\"dtype\":\"F32\",\"shape\""), {"\"dtype\" twice"});
 
@@ -182,6 +184,34 @@ TEST(Safetensors, RejectsDamagedFiles) {
     expect_refused(with("{\"a\"", "{\"__metadata__\":{\"k\":7},\"a\""), {"__metadata__", "\"k\""});
     const std::string odd_name = with("\"a\"", "\"line\\nbreak\\u0007\"");
     expect_refused(odd_name + "y", {"holds 9"});
+}
+
+// Seconds that reading a header of about n bytes takes: of empty tensors, or of one with a shape of ones.
+double seconds_to_read(const std::string& path, int64_t n, bool tensors) {
+    std::string header = R"({"a":{"dtype":"F32","shape":[0)";
+    if (!tensors) {
+        while (int64_t(header.size()) < n) header += ",1";
+    }
+    header += R"(],"data_offsets":[0,0]})";
+    for (int64_t i = 0; tensors && int64_t(header.size()) < n; i++)
+        header += str(",\"", i, R"(":{"dtype":"F32","shape":[0],"data_offsets":[0,0]})");
+    put_file(path, file_of(header + "}", ""));
+    const auto begin = std::chrono::steady_clock::now();
+    if (tensors)
+        SafetensorsFile file(path);
+    else
+        expect_error([&] { SafetensorsFile file(path); }, {"dimensions; at most 8"});
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+TEST(Safetensors, TimeGrowsWithTheHeader) {
+    const TempDir dir;
+    for (const bool tensors : {true, false}) {
+        seconds_to_read(dir.file("x"), 30000, tensors);
+        const double small = seconds_to_read(dir.file("x"), 300'000, tensors);
+        // 10 times the bytes took 100 times as long.
+        EXPECT_LT(seconds_to_read(dir.file("x"), 3'000'000, tensors), 35 * small + 0.1);
+    }
 }
 
 TEST(Safetensors, RandomDamageNeverCrashes) {

@@ -1,5 +1,7 @@
 #include "runtime/files/json_keys.h"
 
+#include <set>
+
 #include "runtime/error.h"
 #include "runtime/files/files.h"
 
@@ -10,6 +12,52 @@ void write_json(const std::string& path, const json& value) {
 }
 
 namespace {
+
+// Reads JSON without making values of it.
+class FaultFinder : public json::json_sax_t {
+  public:
+    FaultFinder(size_t depth, bool unique) : max_depth(depth), unique_keys(unique) {}
+    std::string fault;
+
+    bool null() override { return true; }
+    bool boolean(bool) override { return true; }
+    bool number_integer(number_integer_t) override { return true; }
+    bool number_unsigned(number_unsigned_t) override { return true; }
+    bool number_float(number_float_t, const string_t&) override { return true; }
+    bool string(string_t&) override { return true; }
+    bool binary(binary_t&) override { return true; }
+    bool start_object(size_t) override { return open(); }
+    bool start_array(size_t) override { return open(); }
+    bool end_object() override { return close(); }
+    bool end_array() override { return close(); }
+
+    bool key(string_t& name) override {
+        if (!unique_keys || keys.back().insert(name).second) return true;
+        fault = str("key ", json(name).dump(-1, ' ', true, json::error_handler_t::replace).substr(0, 120), " twice");
+        return false;
+    }
+
+    bool parse_error(size_t byte, const std::string&, const json::exception& e) override {
+        constexpr int OUT_OF_RANGE = 406;
+        fault = e.id == OUT_OF_RANGE ? "a number out of range" : str("broken JSON at byte ", byte);
+        return false;
+    }
+
+  private:
+    bool open() {
+        keys.emplace_back();
+        if (keys.size() > max_depth) fault = str("JSON nested more than ", max_depth, " deep");
+        return fault.empty();
+    }
+    bool close() {
+        keys.pop_back();
+        return true;
+    }
+
+    const size_t max_depth;
+    const bool unique_keys;
+    std::vector<std::set<std::string>> keys;  // of the objects and arrays that are open
+};
 
 // Python's json module writes NaN and Infinity, which JSON lacks. As strings they are values that no known key accepts.
 std::string quote_non_numbers(std::string_view text) {
@@ -35,21 +83,21 @@ std::string quote_non_numbers(std::string_view text) {
 
 }  // namespace
 
+std::string json_fault(std::string_view text, size_t max_depth, bool unique_keys) {
+    FaultFinder finder(max_depth, unique_keys);
+    const size_t nul = text.find('\0');  // the JSON library takes it for the end of the text
+    if (json::sax_parse(text, &finder) && nul != std::string_view::npos) return str("NUL at byte ", nul + 1);
+    return finder.fault;
+}
+
 json read_json(const std::string& path) {
-    const std::string text = read_file(path, int64_t(1) << 28);
-    const auto limit_depth = [&](int depth, json::parse_event_t, json&) {  // later code recurses over the values
-        require(depth <= 100, path, ": JSON nested more than 100 deep; the file is damaged");
-        return true;
-    };
-    json object;
-    try {
-        object = json::parse(text, limit_depth);
-    } catch (const json::parse_error& e) {
-        object = json::parse(quote_non_numbers(text), limit_depth, false);
-        require(!object.is_discarded(), path, ": broken JSON at byte ", e.byte, "; the file is damaged");
-    } catch (const json::exception&) {
-        throw Error(str(path, ": holds a number out of range; the file is damaged"));
+    std::string text = read_file(path, int64_t(1) << 28);
+    const std::string fault = json_fault(text);
+    if (!fault.empty()) {
+        text = quote_non_numbers(text);
+        require(json_fault(text).empty(), path, ": ", fault, "; the file is damaged");
     }
+    json object = json::parse(text);
     require(object.is_object(), path, ": JSON, but not an object; the file is damaged");
     return object;
 }

@@ -7,9 +7,9 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <set>
 
 #include "runtime/files/crc32c.h"
+#include "runtime/files/json_keys.h"
 
 using nlohmann::json;
 
@@ -50,29 +50,15 @@ int64_t read_length(const std::string& path, const FileReader& file) {
     return int64_t(length);
 }
 
-// Of two equal keys the JSON library keeps the last, which would hide a tensor. So they are detected while parsing.
-json parse_header(const std::string& path, const char* begin, const char* end) {
-    require(begin != end && *begin == '{', path, ": safetensors header does not start with '{'; the file is corrupt");
-    std::vector<std::set<std::string>> keys;  // of the objects that are open
-    const auto on_event = [&](int depth, json::parse_event_t event, json& value) {
-        // The format has no deeper values, and code that prints them in an error would recurse too deeply.
-        const bool closed = event == json::parse_event_t::array_end || event == json::parse_event_t::object_end;
-        require(!closed || depth <= 4, path, ": safetensors header is nested too deeply; the file is corrupt");
-        if (event == json::parse_event_t::object_start) keys.emplace_back();
-        if (event == json::parse_event_t::object_end) keys.pop_back();
-        if (event == json::parse_event_t::key) {
-            require(keys.back().insert(value.get<std::string>()).second, path, ": safetensors header names ",
-                    shown(value), " twice; the file is corrupt");
-        }
-        return true;
-    };
-    try {
-        return json::parse(begin, end, on_event);
-    } catch (const json::parse_error& e) {
-        throw Error(str(path, ": safetensors header is broken JSON at byte ", e.byte, "; the file is corrupt"));
-    } catch (const json::exception&) {
-        throw Error(str(path, ": safetensors header holds a number out of range; the file is corrupt"));
-    }
+// The header is text as the safetensors library reads it: white space around the object, and nothing else, as of version 0.8.
+json parse_header(const std::string& path, const std::string& text) {
+    const size_t begin = text.find_first_not_of(" \t\r\n");
+    require(begin != std::string::npos && text[begin] == '{', path,
+            ": safetensors header does not start with '{'; the file is corrupt");
+    constexpr size_t DEPTH = 3;  // the header, a tensor, its shape
+    const std::string fault = json_fault(text, DEPTH, true);
+    require(fault.empty(), path, ": safetensors header holds ", fault, "; the file is corrupt");
+    return json::parse(text);
 }
 
 // A list of whole numbers ≥ 0, checked.
@@ -84,7 +70,7 @@ std::vector<int64_t> read_numbers(const std::string& where, const json& tensor, 
     for (const json& value : *list) {
         const bool valid =
             value.is_number_unsigned() && value.get<uint64_t>() <= uint64_t(std::numeric_limits<int64_t>::max());
-        require(valid, where, ": ", key, " is ", shown(*list), ", not a list of sizes; the file is corrupt");
+        if (!valid) throw Error(str(where, ": ", key, " is ", shown(*list), ", not a list of sizes; the file is corrupt"));
         numbers.push_back(value.get<int64_t>());
     }
     return numbers;
@@ -133,7 +119,7 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : file(path) {
     const int64_t data_bytes = file.size() - data_start;
     std::string head(size_t(header_bytes), '\0');
     file.read(8, head.data(), header_bytes);
-    const json header = parse_header(path, head.data(), head.data() + head.size());
+    const json header = parse_header(path, head);
 
     for (const auto& [name, value] : header.items()) {
         if (name == "__metadata__") {
