@@ -9,6 +9,7 @@
 #include "data/tokenizer.h"
 #include "data/unicode.h"
 #include "kernels/matmul.h"
+#include "model.h"
 #include "models/bin_models.h"
 #include "models/family.h"
 #include "models/lora_adapter.h"
@@ -17,6 +18,7 @@
 #include "runtime/files/files.h"
 #include "runtime/files/log.h"
 #include "runtime/files/safetensors.h"
+#include "runtime/files/weight_files.h"
 #include "runtime/text.h"
 
 using nlohmann::json;
@@ -156,7 +158,12 @@ ordered_json model_info(const std::string& path) {
     ordered_json info = {{"kind", "model"}, {"directory", source.directory}};
     info["config"] = config_object(source.config);
     add_trainer(info, source.directory, path);
-    info["tokenizer"] = path_exists(join_path(source.directory, "tokenizer.json"));
+    // Both are loaded as far as their files say whether they are valid.
+    info["weights"] = holds_weights(source.directory);
+    if (info["weights"]) StoredWeights(source.directory, parameter_table(source.config, 1));
+    const std::string tokenizer = join_path(source.directory, "tokenizer.json");
+    info["tokenizer"] = path_exists(tokenizer);
+    if (info["tokenizer"]) Tokenizer{tokenizer};
     return info;
 }
 

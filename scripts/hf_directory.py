@@ -2,10 +2,13 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 
 import numpy as np
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PROGRAM = os.path.abspath(os.environ.get("TRAIN_GPT") or os.path.join(ROOT, "train_gpt"))
 DTYPES = {"fp32": ("F32", 4), "fp16": ("F16", 2), "bf16": ("BF16", 2)}
 
 
@@ -56,7 +59,8 @@ def split_halves(x, heads):
 
 
 class Directory:
-    """A directory that appears whole or not at all: `with Directory(path) as folder` gives the folder to write into."""
+    """A directory that appears whole or not at all: `with Directory(path) as folder` gives the folder to write into. It
+    appears only if `train_gpt info` can load it: the config, the names and shapes of the weights, the tokenizer."""
 
     def __init__(self, path):
         self.path = path.rstrip("/")
@@ -64,6 +68,8 @@ class Directory:
     def __enter__(self):
         if os.path.exists(self.path):
             raise ModelError(f"{self.path}: exists already; choose another name or remove it")
+        if not os.path.exists(PROGRAM):
+            raise ModelError(f"{PROGRAM}: not there, but it loads what is written; build it with `make`")
         parent, name = os.path.split(os.path.abspath(self.path))
         os.makedirs(parent, exist_ok=True)
         self.temporary = os.path.join(parent, f".tmp-{name}-{os.getpid()}")
@@ -71,10 +77,20 @@ class Directory:
         return self.temporary
 
     def __exit__(self, kind, value, trace):
-        if kind is None:
-            os.rename(self.temporary, self.path)
-        else:
+        try:
+            if kind is None:
+                self.load()
+                os.rename(self.temporary, self.path)
+        finally:
             shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def load(self):
+        done = subprocess.run([PROGRAM, "info", self.temporary], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, text=True, errors="replace")
+        if done.returncode:
+            lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
+            reason = lines[-1].removeprefix("train_gpt: info: ").replace(self.temporary, self.path)
+            raise ModelError(f"{reason} (what was written does not load, so it is removed)")
 
 
 def write_json(folder, name, value):

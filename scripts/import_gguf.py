@@ -5,15 +5,19 @@
 
 Needs the Python packages gguf and numpy (`make venv`). It reads the architectures llama (LLaMA, Mistral), qwen2, qwen3,
 smollm3, olmo2 and phi3, and converts the weights, the shape, RoPE scaling, the tokenizer (byte-level BPE or
-SentencePiece), the special tokens and the chat template. A value that this project does not support is an error.
+SentencePiece), the special tokens and the chat template. A value that this project does not support is an error; unknown
+keys are named. At the end `train_gpt info` loads what was written.
 """
 import in_venv  # noqa: F401
 import argparse
 import os
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
 
+import gguf_header
+import gguf_keys
 import hf_directory
 import tokenizer_json
 from hf_directory import ModelError
@@ -60,9 +64,11 @@ class Gguf:
         import gguf
 
         self.path, self.quants = path, gguf.quants
+        gguf_header.check(path)
         try:
             reader = gguf.GGUFReader(path)
-            self.values = {name: field.contents() for name, field in reader.fields.items()}
+            # The package cannot show an empty list.
+            self.values = {name: field.contents() if len(field.data) else [] for name, field in reader.fields.items()}
         except (ValueError, IndexError, KeyError, OverflowError, MemoryError, UnicodeDecodeError) as error:
             raise ModelError(f"{path}: not a GGUF file that can be read ({error})") from None
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -72,6 +78,26 @@ class Gguf:
             raise ModelError(f"{self.path}: key {key} is missing")
         return self.values.get(key, *otherwise)
 
+    def check_keys(self):
+        """Throws for a key that would change tokens or logits and is not supported. Returns the keys that are unknown."""
+        architecture, unknown = self.get("general.architecture"), []
+        for key, value in self.values.items():
+            general = "{arch}" + key.removeprefix(architecture) if key.startswith(f"{architecture}.") else key
+            if key.startswith("GGUF."):  # what the package itself adds: version, counts
+                continue
+            if general in gguf_keys.USED:
+                kind = gguf_keys.USED[general]
+                if not gguf_keys.has_type(value, kind):
+                    raise ModelError(f"{self.path}: key {key} is {shown(value)}; it must be {gguf_keys.type_name(kind)}")
+            elif general in gguf_keys.DEMANDED:
+                supported = gguf_keys.DEMANDED[general]
+                if value not in supported:
+                    allowed = " or ".join(map(shown, supported)) or "a file without it"
+                    raise ModelError(f"{self.path}: key {key} is {shown(value)}; supported: {allowed}")
+            elif gguf_keys.reason_to_ignore(general) is None:
+                unknown.append(key)
+        return unknown
+
     def shape(self, name):
         """As NumPy has it: rows first."""
         if name not in self.tensors:
@@ -80,7 +106,18 @@ class Gguf:
 
     def tensor(self, name):
         tensor = self.tensors[name]
-        return np.asarray(self.quants.dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(self.shape(name))
+        try:
+            values = self.quants.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            raise ModelError(f"{self.path}: tensor {name} is {tensor.tensor_type.name}; supported: F32, F16, BF16 and "
+                             "the quantised types that the Python package gguf widens") from None
+        return np.asarray(values, np.float32).reshape(self.shape(name))
+
+
+def shown(value):
+    """A value on one line that is not too long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."
 
 
 def float32(x):
@@ -91,17 +128,23 @@ def float32(x):
 def rope_scaling(file, architecture, theta, head_size):
     """rope_scaling of config.json, from the metadata or from the factors that LLaMA 3.1's files carry as a tensor."""
     key = f"{architecture}.rope.scaling."
-    kind = file.get(key + "type", "none")
+    kind = file.get(key + "type", "linear")
+    factor = float32(file.get(key + "factor", file.get(f"{architecture}.rope.scale_linear", 0.0))) or 1.0
+    if not 0 < factor < float("inf"):
+        raise ModelError(f"{file.path}: RoPE's scaling factor is {factor}; it must be positive")
     for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
         if name in file.tensors:
             raise ModelError(f"{file.path}: tensor {name} is for RoPE scaling longrope; "
                              "supported: none, linear, LLaMA 3.1's")
     if "rope_freqs.weight" not in file.tensors:
-        if kind == "none":
+        if kind == "none" or (kind == "linear" and factor == 1):
             return None
         if kind == "linear" and architecture != "phi3":
-            return {"rope_type": "linear", "factor": float32(file.get(key + "factor"))}
-        raise ModelError(f"{file.path}: key {key}type is {kind}; supported: none, linear (not for phi3)")
+            return {"rope_type": "linear", "factor": factor}
+        raise ModelError(f"{file.path}: key {key}type is {kind}, the factor {factor}; supported: none, linear (not for phi3)")
+    if kind != "none" and (kind != "linear" or factor != 1):
+        raise ModelError(f"{file.path}: has tensor rope_freqs.weight and RoPE scaling {kind} with factor {factor}; "
+                         "supported: one of them")
     stored = file.tensor("rope_freqs.weight").astype(np.float64)
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_size, 2) / head_size)
     scaling = {**LLAMA3_ROPE, "factor": float(stored.max())}
@@ -205,6 +248,10 @@ def weights(file, config):
 def read_tokenizer(file):
     """(tokenizer.json's content, special tokens by role)"""
     tokens, kinds = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type", [])
+    for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
+        if file.get(key, []) and len(file.get(key)) != len(tokens):
+            raise ModelError(f"{file.path}: key {key} has {len(file.get(key))} values for {len(tokens)} tokens; the file "
+                             "is damaged")
     kinds = kinds or [NORMAL] * len(tokens)
     # The rows of a vocabulary that has more of them than the tokenizer has tokens.
     tokens = [None if kind == UNUSED and token == f"[PAD{i}]" else token
@@ -222,9 +269,6 @@ def read_tokenizer(file):
     add_bos = file.get("tokenizer.ggml.add_bos_token", model == "llama" or WORDS.get(pre) in STARTS)
     bos = special["bos_token"]
     start = (bos, tokens.index(bos)) if add_bos and bos is not None else None
-    for key in ("tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap"):
-        if file.get(key, False):
-            raise ModelError(f"{file.path}: key {key} is set; SentencePiece without it is supported")
     if model == "llama":
         return tokenizer_json.sentencepiece(tokens, file.get("tokenizer.ggml.scores"), added, special["unk_token"],
                                             file.get("tokenizer.ggml.add_space_prefix", True), start), special
@@ -234,22 +278,37 @@ def read_tokenizer(file):
         raise ModelError(f"{file.path}: the tokenizer is {model} with words of kind {pre}; "
                          f"supported: llama, and gpt2 with {', '.join(WORDS)}")
     merges = [merge.split(" ") for merge in file.get("tokenizer.ggml.merges")]
+    for i, pair in enumerate(merges):
+        if len(pair) != 2:
+            raise ModelError(f"{file.path}: key tokenizer.ggml.merges: entry {i} is {shown(' '.join(pair))}, not two "
+                             "tokens with a space between them; the file is damaged")
     vocab = {token: i for i, token in enumerate(tokens) if token is not None}
     return tokenizer_json.byte_level(vocab, merges, added, WORDS[pre], start), special
 
 
+def end_tokens(file):
+    """The ids that end a text, as in llama.cpp: one, or a list."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")]
+    ids = list(dict.fromkeys(file.get(key) for key in keys if file.get(key, None) is not None))
+    return ids[0] if len(ids) == 1 else ids
+
+
 def import_gguf(source, target, dtype=None):
     file = Gguf(source)
+    unknown = file.check_keys()
     config = read_config(file)
     if dtype is None:
         stored = file.tensors["token_embd.weight"].tensor_type.name
         dtype = {"F16": "fp16", "BF16": "bf16"}.get(stored, "fp32")
     with hf_directory.Directory(target) as folder:
         hf_directory.write_json(folder, "config.json", config)
-        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
-        hf_directory.write_json(folder, "generation_config.json", ids)
+        ids = {"bos_token_id": config["bos_token_id"], "eos_token_id": end_tokens(file)}
+        hf_directory.write_json(folder, "generation_config.json", {key: x for key, x in ids.items() if x not in (None, [])})
         hf_directory.write_tokenizer(folder, *read_tokenizer(file), file.get("tokenizer.chat_template", None))
         hf_directory.write_safetensors(os.path.join(folder, "model.safetensors"), list(weights(file, config)), dtype)
+    if unknown:
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        print(f"import_gguf: {source}: unknown keys are ignored: {', '.join(map(repr, unknown[:5]))}{more}", file=sys.stderr)
 
 
 def main():

@@ -2,9 +2,11 @@
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 
 import numpy as np
@@ -202,13 +204,27 @@ class GgufTest(ImportTest):
                 self.assertEqual(error > 0, x.ndim == 2)
 
     def test_rope_scaling(self):
-        def linear(writer):
-            import gguf
+        import gguf
 
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(4.0)
-        self.imported("import_gguf.py", self.write(change=linear), self.path("linear"))
-        self.assertEqual(read_json(self.path("linear"), "config.json")["rope_scaling"], {"rope_type": "linear", "factor": 4.0})
+        def scaled(kind, factor, old_factor):
+            def change(writer):
+                if kind:
+                    writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+                if factor is not None:
+                    writer.add_rope_scaling_factor(factor)
+                if old_factor is not None:
+                    writer.add_float32("llama.rope.scale_linear", old_factor)
+            return change
+        # As llama.cpp: without a type a factor means linear, the old key counts where the new one is missing, 0 is 1.
+        for i, (kind, factor, old, expected) in enumerate((("linear", 4.0, None, 4.0), (None, 2.5, None, 2.5), (None, None, 8.0, 8.0),
+                                                           (None, 2.0, 8.0, 2.0), ("none", 4.0, None, None), ("linear", None, None, None),
+                                                           (None, 0.0, None, None), (None, 1.0, None, None))):
+            self.imported("import_gguf.py", self.write(change=scaled(kind, factor, old)), self.path(f"scaled{i}"))
+            expected = expected and {"rope_type": "linear", "factor": expected}
+            self.assertEqual(read_json(self.path(f"scaled{i}"), "config.json")["rope_scaling"], expected, (kind, factor, old))
+        for factor in (-2.0, float("nan"), float("inf")):
+            self.refused(["factor", "positive"], "import_gguf.py", self.write(change=scaled(None, factor, None)), self.path("x"))
+        self.refused(["type is yarn"], "import_gguf.py", self.write(change=scaled("yarn", 4.0, None)), self.path("x"))
         # LLaMA 3.1's factors, written out: wavelengths to 2048 stay, from 8192 on they grow 8 times.
         head_size = self.config["hidden_size"] // self.config["num_attention_heads"]
         factors = []
@@ -223,6 +239,8 @@ class GgufTest(ImportTest):
         if wavelength > 8192:
             self.imported("import_gguf.py", self.write(tensors=add), self.path("llama3"))
             self.assertEqual(read_json(self.path("llama3"), "config.json")["rope_scaling"]["factor"], 8.0)
+        self.refused(["rope_freqs", "linear with factor 2"], "import_gguf.py", self.write(change=scaled(None, 2.0, None), tensors=add),
+                     self.path("x"))
         factors[0] = 3.0
         self.refused(["rope_freqs"], "import_gguf.py", self.write(tensors=add), self.path("x"))
 
@@ -282,6 +300,70 @@ class GgufTest(ImportTest):
         self.refused(["bad.gguf"], "import_gguf.py", self.path("bad.gguf"), self.path("x"))
         self.refused(["none.gguf"], "import_gguf.py", self.path("none.gguf"), self.path("x"))
         self.assertEqual(sorted(os.listdir(self.top)), ["bad.gguf", "model.gguf"])
+
+    def test_every_key_is_used_refused_or_named(self):
+        for words, change in (
+            (["llama.attention.clamp_kqv is 8.0; supported: 0"], lambda writer: writer.add_clamp_kqv(8.0)),
+            (["llama.attention.causal is False; supported: True"], lambda writer: writer.add_causal_attention(False)),
+            (["llama.rope.dimension_sections", "a file without it"], lambda writer: writer.add_rope_dimension_sections([1, 1])),
+            (["tokenizer.ggml.add_eos_token is True"], lambda writer: writer.add_add_eos_token(True)),
+            (["general.type is 'adapter'"], lambda writer: writer.add_type("adapter")),
+            (["split.count is 3"], lambda writer: writer.add_uint16("split.count", 3)),
+            (["llama.rope.freq_base is 'x'", "a number"], lambda writer: writer.add_string("llama.rope.freq_base", "x")),
+            (["llama.expert_count is [0, 0]", "a whole number"], lambda writer: writer.add_array("llama.expert_count", [0, 0])),
+            (["general.architecture is 5; it must be text"], lambda writer: writer.add_uint32("general.architecture", 5)),
+            (["tokenizer.ggml.scores has 2 values"], lambda writer: writer.add_token_scores([0.0, 1.0])),
+            (["tokenizer.ggml.merges: entry 0 is 'a b c'"], lambda writer: writer.add_token_merges(["a b c"])),
+        ):
+            def replace(writer, change=change, key=words[0].split(" ")[0].rstrip(":")):
+                writer.kv_data[0].pop(key, None)
+                change(writer)
+            self.refused(words, "import_gguf.py", self.write(change=replace), self.path("x"))
+        neutral = lambda writer: (writer.add_clamp_kqv(0.0), writer.add_causal_attention(True), writer.add_name("n"))  # noqa: E731
+        self.imported("import_gguf.py", self.write(change=neutral), self.path("neutral"))
+        unknown = lambda writer: (writer.add_uint32("llama.new_norm", 7), writer.add_string("tokenizer.x", "y"))  # noqa: E731
+        done = self.script("import_gguf.py", self.write(change=unknown), self.path("unknown"))
+        self.assertEqual((done.returncode, done.stderr.count("\n")), (0, 1), done.stderr)
+        self.assertIn("unknown keys are ignored: 'llama.new_norm', 'tokenizer.x'", done.stderr)
+
+    def test_every_end_token_ends_a_text(self):
+        ends = lambda writer: (writer.add_uint32("tokenizer.ggml.eot_token_id", 7), writer.add_uint32("tokenizer.ggml.eom_token_id", 0))  # noqa: E731
+        self.imported("import_gguf.py", self.write(change=ends), self.path("out"))
+        self.assertEqual(read_json(self.path("out"), "generation_config.json"), {"eos_token_id": [0, 7]})
+
+    def test_type_that_is_not_widened(self):
+        f64 = lambda w: {**w, "output_norm.weight": w["output_norm.weight"].astype(np.float64)}  # noqa: E731
+        self.refused(["output_norm.weight is F64", "supported: F32"], "import_gguf.py", self.write(tensors=f64), self.path("x"))
+        self.assertEqual(os.listdir(self.top), ["model.gguf"])
+
+    def test_damaged_headers_end_at_once(self):
+        key = lambda name, kind, value: struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value  # noqa: E731
+        file = lambda tensors, keys, rest, version=3: b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + rest  # noqa: E731
+        uint8, uint32, string, array = 0, 4, 8, 9
+        tensor = lambda *sizes: key(b"t", len(sizes), struct.pack(f"<{len(sizes)}Q", *sizes) + bytes(12))  # noqa: E731
+        cases = (
+            (b"", "the magic number"), (b"GGML" + bytes(40), "does not start with GGUF"), (b"GGUF\3\0", "the version"),
+            (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "is big-endian; convert it"), (file(0, 0, b"", 1), "version 1"),
+            (file(0, 1 << 60, b""), "keys takes"), (file(1 << 60, 0, b""), "tensors takes"),
+            (file(0, 1, struct.pack("<Q", 1 << 62)), "header with 1 keys"),
+            (file(0, 1, struct.pack("<Q", 1 << 62) + bytes(5)), "the name of a key takes"),
+            (file(0, 1, key(b"a", array, struct.pack("<IQ", uint8, 1 << 61))), "key 'a' takes 2305843009213693952 bytes"),
+            (file(0, 1, key(b"a", array, struct.pack("<IQ", string, 1 << 61))), "key 'a' takes"),
+            (file(0, 1, key(b"a", array, struct.pack("<IQ", array, 1))), "list of type 9"),
+            (file(0, 1, key(b"a", string, struct.pack("<Q", 1 << 63))), "key 'a' takes"),
+            (file(0, 1, key(b"a", 13, bytes(8))), "unknown type 13"),
+            (file(0, 2, key(b"a", uint8, b"x") * 2), "'a' occurs twice"),
+            (file(0, 1, key(b"general.alignment", uint32, bytes(4))), "not a power of two"),
+            (file(1, 0, key(b"t", 1 << 30, bytes(12))), "1073741824 dimensions"),
+            (file(1, 0, tensor(1 << 32, 1 << 32)), "18446744073709551616 elements"),
+            (file(1, 0, tensor(1 << 32)), "not a GGUF file that can be read"),
+        )
+        for content, words in cases:
+            with open(self.path("bad.gguf"), "wb") as out:
+                out.write(content)
+            begin = time.monotonic()
+            self.refused(["bad.gguf", words], "import_gguf.py", self.path("bad.gguf"), self.path("x"))
+            self.assertLess(time.monotonic() - begin, 30)
 
 
 @unittest.skipIf(missing("torch"), missing("torch"))
