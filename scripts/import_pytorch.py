@@ -5,11 +5,12 @@
 
 SOURCE is a directory in one of two layouts:
 
-    pytorch_model.bin (or pytorch_model.bin.index.json and shards) and config.json, as older transformers saved them
+    pytorch_model.bin (or pytorch_model.bin.index.json and shards) and config.json, as older transformers saved them; a
+        tokenizer.model is converted if there is no tokenizer.json
     consolidated.00.pth, .01.pth ... and params.json, as Meta publishes LLaMA 1 to 3.2, with tokenizer.model
 
 Needs the Python packages torch and numpy, and sentencepiece for the tokenizer.model of LLaMA 1 and 2. No code in the files
-is executed.
+is executed. At the end `train_gpt info` loads what was written: a tensor that is missing, or of no such model, is an error.
 """
 import in_venv  # noqa: F401
 import argparse
@@ -24,6 +25,7 @@ import tokenizer_json
 from hf_directory import ModelError
 
 CARRIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja")
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "rope.freqs")
 LLAMA3_SPECIAL = (["<|begin_of_text|>", "<|end_of_text|>"] + [f"<|reserved_special_token_{i}|>" for i in range(4)]
                   + ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"]
@@ -60,7 +62,7 @@ def load(path):
             raise ModelError(f"{path}: not tensors that torch.load(weights_only=True) can read ({reason}); save the "
                              "model's state_dict() with torch.save")
     if not isinstance(tensors, dict) or not all(isinstance(x, torch.Tensor) for x in tensors.values()):
-        raise ModelError(f"{path}: holds something else than named tensors")
+        raise ModelError(f"{path}: holds something else than named tensors; save the model's state_dict() with torch.save")
     return tensors
 
 
@@ -73,6 +75,23 @@ def stored_dtype(tensor):
 
 
 # ---- transformers' pytorch_model.bin ------------------------------------------------------------------------------------
+
+def bare_name(name):
+    """Without what torch.compile, DDP, FSDP and activation checkpointing put around modules."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    while parts[0] == "module" and len(parts) > 1:
+        parts.pop(0)
+    return ".".join(parts)
+
+
+def with_bare_names(source, tensors):
+    bare = {}
+    for name, x in tensors.items():
+        if bare_name(name) in bare:
+            raise ModelError(f"{source}: tensor {bare_name(name)} occurs twice (also as {name}); remove one")
+        bare[bare_name(name)] = x
+    return bare
+
 
 def shard_names(index):
     where = read_json(index).get("weight_map")
@@ -90,8 +109,12 @@ def hugging_face(source):
     config = read_json(os.path.join(source, "config.json"))
     tensors = {}
     for name in names:
-        tensors.update(load(os.path.join(source, name)))
-    tensors = {name: x for name, x in tensors.items() if not name.endswith(BUFFERS)}
+        part = load(os.path.join(source, name))
+        twice = next(iter(tensors.keys() & part.keys()), None)
+        if twice is not None:
+            raise ModelError(f"{source}: tensor {twice} is in two files; remove one")
+        tensors.update(part)
+    tensors = {name: x for name, x in with_bare_names(source, tensors).items() if not name.endswith(BUFFERS)}
     embedding = next((x for name, x in tensors.items() if name.endswith(("wte.weight", "embed_tokens.weight"))), None)
     if embedding is None:
         raise ModelError(f"{source}: holds no token embedding (wte.weight or embed_tokens.weight)")
@@ -174,7 +197,7 @@ def meta(source, rope_factor):
         if not isinstance(params.get(key), (int, float)):
             raise ModelError(f"{path}: key '{key}' is missing or not a number; the file is damaged")
     paths = sorted(glob.glob(os.path.join(glob.escape(source), "consolidated.*.pth")))
-    tensors = Joined(source, [load(path) for path in paths], params["dim"])
+    tensors = Joined(source, [with_bare_names(path, load(path)) for path in paths], params["dim"])
     config = meta_config(source, params, tensors, rope_factor)
     names = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
     parts = {"attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
@@ -199,17 +222,31 @@ def meta(source, rope_factor):
     return config, weights, stored_dtype(tensors.shards[0]["tok_embeddings.weight"])
 
 
-def meta_tokenizer(folder, source):
-    path = next((p for p in (os.path.join(source, "tokenizer.model"), os.path.join(source, "..", "tokenizer.model")) if os.path.exists(p)), None)
-    if path is None:
-        return
+# ---- tokenizer.model ----------------------------------------------------------------------------------------------------
+
+def find_tokenizer(source, folders):
+    return next((p for p in (os.path.join(source, folder, "tokenizer.model") for folder in folders) if os.path.exists(p)), None)
+
+
+def convert_tokenizer(folder, path, settings):
+    """Writes tokenizer.json from a tokenizer.model. settings: of tokenizer_config.json."""
     with open(path, "rb") as file:
         is_tiktoken = file.read(64).split(b"\n")[0].endswith(b" 0")
     if is_tiktoken:
         special = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
         hf_directory.write_tokenizer(folder, tokenizer_json.tiktoken_model(path, LLAMA3_SPECIAL), special)
     else:
-        hf_directory.write_tokenizer(folder, *tokenizer_json.sentencepiece_model(path))
+        hf_directory.write_tokenizer(folder, *tokenizer_json.sentencepiece_model(path, settings))
+
+
+def llama_settings(path):
+    """What tokenizer_config.json says about a tokenizer.model. Throws for a tokenizer that is not LLaMA's."""
+    settings = read_json(path) if os.path.exists(path) else {}
+    for key, supported in (("tokenizer_class", ("LlamaTokenizer", "LlamaTokenizerFast")), ("add_eos_token", (False,))):
+        if settings.get(key) not in (None, *supported):
+            raise ModelError(f"{path}: key '{key}' is {json.dumps(settings[key])}; supported with a tokenizer.model: "
+                             f"{' or '.join(map(json.dumps, supported))}. Save the model's tokenizer.json beside it")
+    return {key: x for key, x in settings.items() if x is not None}
 
 
 def import_pytorch(source, target, dtype=None, rope_factor=None):
@@ -221,11 +258,12 @@ def import_pytorch(source, target, dtype=None, rope_factor=None):
     config, weights, stored = meta(source, rope_factor) if is_meta else hugging_face(source)
     with hf_directory.Directory(target) as folder:
         hf_directory.write_json(folder, "config.json", {key: x for key, x in config.items() if key not in ("dtype", "torch_dtype")})
+        path = find_tokenizer(source, ("", "..") if is_meta else ("",))
+        if path and (is_meta or not os.path.exists(os.path.join(source, "tokenizer.json"))):
+            convert_tokenizer(folder, path, {} if is_meta else llama_settings(os.path.join(source, "tokenizer_config.json")))
         for name in CARRIED:
             if os.path.exists(os.path.join(source, name)):
                 shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
-        if is_meta:
-            meta_tokenizer(folder, source)
         hf_directory.write_safetensors(os.path.join(folder, "model.safetensors"), weights, dtype or stored)
 
 

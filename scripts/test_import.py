@@ -375,7 +375,7 @@ class PytorchTest(ImportTest):
         os.mkdir(source)
         shutil.copy(os.path.join(MODELS, "llama-gqa", "config.json"), source)
         with open(os.path.join(source, "tokenizer.json"), "w", encoding="utf-8") as file:
-            file.write("{}")
+            json.dump(fixture_tokenizer("digits")["tokenizer"], file)
         tensors = {name: torch.from_numpy(x.copy()) for name, x in self.weights.items()}
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
         torch.save(tensors, os.path.join(source, "pytorch_model.bin"))
@@ -498,6 +498,101 @@ class PytorchErrorsTest(ImportTest):
             self.assertIn("a.bin: not tensors that torch.load(weights_only=True) can read", str(caught.exception))
             self.assertIn(reason, str(caught.exception))
             self.assertNotIn("\n", str(caught.exception))
+
+
+class StandInTensor:
+    """Of torch's tensor what the importer uses."""
+
+    dtype = "torch.float32"
+
+    def __init__(self, values):
+        self.values, self.shape = values, values.shape
+        self.detach = self.float = lambda: self
+
+    def numpy(self):
+        return self.values
+
+
+class PytorchNamesTest(ImportTest):
+    """Names of tensors, and tokenizer.model, without torch."""
+
+    def import_tensors(self, weights, out="out", files=()):
+        from unittest import mock
+
+        source = self.path("source")
+        os.makedirs(source, exist_ok=True)
+        shutil.copy(os.path.join(MODELS, "llama-gqa", "config.json"), source)
+        for name in ("pytorch_model.bin", *files):
+            with open(os.path.join(source, name), "a", encoding="utf-8"):
+                pass
+        tensors = {name: StandInTensor(x) for name, x in weights.items()}
+        with mock.patch.object(import_pytorch, "load", lambda path: tensors):
+            import_pytorch.import_pytorch(source, self.path(out))
+        return self.path(out)
+
+    def refused_names(self, words, weights):
+        with self.assertRaises(import_pytorch.ModelError) as caught:
+            self.import_tensors(weights)
+        for word in words:
+            self.assertIn(word, str(caught.exception))
+        self.assertEqual(os.listdir(self.top), ["source"])
+
+    def test_wrappers_are_stripped(self):
+        wrapped = lambda name: name.replace("layers.0.", "layers.0._checkpoint_wrapped_module.")  # noqa: E731
+        for i, change in enumerate((lambda name: "_orig_mod." + name, lambda name: "module." + name,
+                                    lambda name: "module._orig_mod." + name, lambda name: "_orig_mod.module." + name,
+                                    lambda name: "_fsdp_wrapped_module." + wrapped(name))):
+            weights = {change(name): x for name, x in self.weights.items()}
+            weights[change("model.layers.0.self_attn.rotary_emb.inv_freq")] = np.ones(4, np.float32)
+            self.assert_same(self.import_tensors(weights, f"out{i}"), self.weights)
+
+    def test_unknown_and_missing_names(self):
+        x, name = np.ones((2, 2), np.float32), "model.layers.1.mlp.up_proj.weight"
+        self.refused_names(["model.layers.0.self_attn.q_proj.lora_A", "no such tensor"],
+                           {**self.weights, "model.layers.0.self_attn.q_proj.lora_A": x})
+        self.refused_names([name, "missing"], {key: x for key, x in self.weights.items() if key != name})
+        self.refused_names([name, "shape [2, 2]"], {**self.weights, name: x})
+        self.refused_names([name, "twice", "module." + name], {**self.weights, "module." + name: x})
+
+    @unittest.skipIf(missing("sentencepiece"), missing("sentencepiece"))
+    @unittest.skipIf(missing("tokenizers"), missing("tokenizers"))
+    def test_tokenizer_model(self):
+        import sentencepiece as spm
+        import tokenizers
+
+        source, texts = self.path("source"), ["it was the best of times", "it was the worst of times", " a  b"]
+        self.import_tensors(self.weights, "none")
+        self.assertNotIn("tokenizer.json", os.listdir(self.path("none")))
+        model = os.path.join(source, "tokenizer.model")
+        spm.SentencePieceTrainer.train(sentence_iterator=iter(texts * 3), model_prefix=model.removesuffix(".model"), vocab_size=300,
+                                       byte_fallback=True, hard_vocab_limit=False, minloglevel=2, model_type="bpe",
+                                       normalization_rule_name="identity", remove_extra_whitespaces=False)
+        reference = spm.SentencePieceProcessor(model_file=model)
+        it, was = reference.encode("it"), reference.encode("was", add_bos=False)
+
+        def imported(name, settings):
+            with open(os.path.join(source, "tokenizer_config.json"), "w", encoding="utf-8") as file:
+                json.dump(settings, file)
+            out = self.import_tensors(self.weights, name)
+            self.assertEqual(read_json(out, "tokenizer_config.json"), settings)
+            return tokenizers.Tokenizer.from_file(os.path.join(out, "tokenizer.json"))
+        got = imported("plain", {"tokenizer_class": "LlamaTokenizer", "chat_template": "{{ messages }}"})
+        for text in texts:
+            self.assertEqual(got.encode(text).ids, [1, *reference.encode(text)])
+        self.assertEqual(got.encode("it</s>was").ids, [1, *it, 2, *was])  # a space in front of each part
+        self.assertEqual(imported("bare", {"add_bos_token": False}).encode("it").ids, it)
+        got = imported("first", {"legacy": False})  # in front of the first only
+        self.assertEqual(got.encode("it").ids, [1, *it])
+        self.assertNotEqual(got.encode("it</s>was").ids, [1, *it, 2, *was])
+        self.assertEqual(got.decode(got.encode("it</s>was").ids, skip_special_tokens=False), "<s> it</s>was")
+        for settings, words in (({"tokenizer_class": "GemmaTokenizer"}, '"GemmaTokenizer"'), ({"add_eos_token": True}, "'add_eos_token' is true")):
+            with self.assertRaisesRegex(import_pytorch.ModelError, words):
+                imported("x", settings)
+        # A tokenizer.json that is there stays.
+        with open(os.path.join(source, "tokenizer.json"), "w", encoding="utf-8") as file:
+            json.dump(fixture_tokenizer("digits")["tokenizer"], file)
+        imported("stays", {})
+        self.assertEqual(read_json(self.path("stays"), "tokenizer.json"), fixture_tokenizer("digits")["tokenizer"])
 
 
 class TokenizerModelTest(unittest.TestCase):

@@ -70,9 +70,10 @@ def byte_level(vocab, merges, added, words="gpt2", start=None):
                     decoder=level(True), start=start)
 
 
-def sentencepiece(pieces, scores, added, unknown=None, space_in_front=True, start=None):
+def sentencepiece(pieces, scores, added, unknown=None, space_in_front=True, start=None, legacy=True):
     """pieces in the order of ids, None for an id without a piece. A pair merges where its text is a piece, the best
-    score first; of one piece's pairs the one with the longer left part first."""
+    score first; of one piece's pairs the one with the longer left part first. legacy: text behind a special token gets a
+    space in front, too."""
     vocab = {piece: i for i, piece in enumerate(pieces) if piece is not None}
     special = {token["content"] for token in added}
     byte_fallback = all(f"<0x{b:02X}>" in vocab for b in range(256))
@@ -87,8 +88,11 @@ def sentencepiece(pieces, scores, added, unknown=None, space_in_front=True, star
     decoders = [{"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}] + [{"type": "ByteFallback"}] * byte_fallback
     decoders += [{"type": "Fuse"}] + [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * space_in_front
     model = {"vocab": vocab, "merges": merges, "unk_token": unknown, "fuse_unk": unknown is not None, "byte_fallback": byte_fallback}
-    return assemble(model, added, normalizer={"type": "Sequence", "normalizers": steps},
-                    decoder={"type": "Sequence", "decoders": decoders}, start=start)
+    words = {"normalizer": {"type": "Sequence", "normalizers": steps}}
+    if not legacy:
+        words = {"pre_tokenizer": {"type": "Metaspace", "replacement": SPACE_MARK, "split": False,
+                                   "prepend_scheme": "first" if space_in_front else "never"}}
+    return assemble(model, added, **words, decoder={"type": "Sequence", "decoders": decoders}, start=start)
 
 
 def merges_of_ranks(tokens):
@@ -137,20 +141,21 @@ def check_sentencepiece(path):
     return normalizer.add_dummy_prefix
 
 
-def sentencepiece_model(path):
-    """From SentencePiece's own tokenizer.model, through its package."""
+def sentencepiece_model(path, settings=None):
+    """From SentencePiece's own tokenizer.model, through its package. settings: of tokenizer_config.json."""
     import sentencepiece as spm
 
-    space_in_front = check_sentencepiece(path)
+    settings = settings or {}
+    space_in_front = check_sentencepiece(path) and settings.get("add_prefix_space", True)
     model = spm.SentencePieceProcessor(model_file=path)
     pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
     scores = [model.get_score(i) for i in range(len(pieces))]
     added = [added_token(i, piece) for i, piece in enumerate(pieces) if model.is_control(i) or model.is_unknown(i)]
-    bos = model.bos_id()
+    bos = model.bos_id() if settings.get("add_bos_token", True) else -1
     unknown = pieces[model.unk_id()] if model.unk_id() >= 0 else None
     tokenizer = sentencepiece(pieces, scores, added, unknown, space_in_front,
-                              start=(pieces[bos], bos) if bos >= 0 else None)
-    return tokenizer, {"bos_token": pieces[bos] if bos >= 0 else None,
+                              start=(pieces[bos], bos) if bos >= 0 else None, legacy=settings.get("legacy", True))
+    return tokenizer, {"bos_token": pieces[model.bos_id()] if model.bos_id() >= 0 else None,
                        "eos_token": pieces[model.eos_id()] if model.eos_id() >= 0 else None, "unk_token": unknown}
 
 
