@@ -13,6 +13,7 @@
 #include "data/bpe.h"
 #include "data/splitter.h"
 #include "data/token_text.h"
+#include "data/tokenizer_settings.h"
 #include "data/unicode.h"
 #include "runtime/error.h"
 #include "runtime/files/files.h"
@@ -121,6 +122,7 @@ struct Tokenizer::Impl {
             const std::string text_of_library = e.what(), what = text_of_library.substr(text_of_library.find("] ") + 2);
             throw Error(str(file, ": not a valid tokenizer.json: ", what));  // without its "[json.exception.…] "
         }
+        check_tokenizer_settings(path, {!start_of_text.empty(), add_prefix_space, !sentencepiece});
     }
 
     template <typename... Parts>

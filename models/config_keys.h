@@ -54,6 +54,8 @@ struct RopeForms {
 // RoPE's theta and scaling from transformers 4's rope_theta and rope_scaling or transformers 5's rope_parameters, into
 // config; max_positions must be set.
 void read_rope(ModelConfig& config, const ConfigKeys& keys, const RopeForms& forms);
+// Throws for a window. Of families without windows transformers' cache has them nevertheless, but not its mask.
+void refuse_windows(const ConfigKeys& keys);
 // Writes transformers 4's form, which transformers 5 reads with the same meaning; the reverse isn't so.
 void write_rope(nlohmann::json& out, const ModelConfig& config);
 

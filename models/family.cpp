@@ -47,6 +47,13 @@ constexpr const char* COMMON_KEYS[] = {"model_type",
                                        "bos_token_id",
                                        "eos_token_id",
                                        "pruned_heads",
+                                       "per_layer_config",
+                                       "attention_chunk_size",
+                                       "kv_sharing_modes",
+                                       "num_kv_shared_layers",
+                                       "is_causal",
+                                       "is_encoder_decoder",
+                                       "add_cross_attention",
                                        "quantization_config"};
 
 }  // namespace
@@ -118,6 +125,14 @@ ModelConfig config_from_json(const json& object, const std::string& path) {
     }
     keys.demand(!keys.has("quantization_config"), "quantization_config", "none; use weights that are not quantized");
     keys.demand(keys.nested("pruned_heads").empty(), "pruned_heads", "none");
+    keys.demand(keys.nested("per_layer_config").empty(), "per_layer_config", "none");
+    // transformers' cache acts on these in every family.
+    keys.demand(!keys.has("attention_chunk_size"), "attention_chunk_size", "null");
+    keys.demand(!keys.has("kv_sharing_modes"), "kv_sharing_modes", "null");
+    keys.demand(keys.integer("num_kv_shared_layers", 0) == 0, "num_kv_shared_layers", "0");
+    keys.demand(keys.boolean("is_causal", true), "is_causal", "true");
+    keys.demand(!keys.boolean("is_encoder_decoder", false), "is_encoder_decoder", "false");
+    keys.demand(!keys.boolean("add_cross_attention", false), "add_cross_attention", "false");
     ModelConfig c = family->read(keys);
     c.family = family->name;
     c.init_std = keys.number("initializer_range", 0.02);

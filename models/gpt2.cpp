@@ -32,7 +32,7 @@ ModelConfig read(const ConfigKeys& keys) {
     keys.demand(act == "gelu_new" || act == "gelu_pytorch_tanh", "activation_function", "gelu_new, gelu_pytorch_tanh");
     keys.demand(keys.boolean("scale_attn_weights", true), "scale_attn_weights", "true");
     keys.demand(!keys.boolean("scale_attn_by_inverse_layer_idx", false), "scale_attn_by_inverse_layer_idx", "false");
-    keys.demand(!keys.boolean("add_cross_attention", false), "add_cross_attention", "false");
+    refuse_windows(keys);
     return c;
 }
 
@@ -67,7 +67,7 @@ const Family& gpt2_family() {
         "gpt2",
         "GPT2LMHeadModel",
         {"n_layer", "n_embd", "n_head", "n_positions", "n_ctx", "n_inner", "layer_norm_epsilon", "activation_function",
-         "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention"},
+         "scale_attn_weights", "scale_attn_by_inverse_layer_idx"},
         read,
         expresses,
         write,

@@ -32,6 +32,7 @@ ModelConfig read(const ConfigKeys& keys) {
     ModelConfig c = read_llama_block(keys, {32, 4096, 32, 0, 11008, 32000, 2048, 1e-6, false, 1, 2});
     c.qkv_bias = c.proj_bias = keys.boolean("attention_bias", false);
     c.mlp_bias = keys.boolean("mlp_bias", false);
+    refuse_windows(keys);
     return c;
 }
 

@@ -22,6 +22,7 @@ ModelConfig read(const ConfigKeys& keys) {
     c.norm_after = true;
     c.qk_norm = QkNorm::AllHeads;
     c.qkv_bias = c.proj_bias = keys.boolean("attention_bias", false);
+    refuse_windows(keys);
     return c;
 }
 

@@ -50,8 +50,7 @@ IGNORED = {
         "general.name", "general.author", "general.version", "general.organization", "general.finetune",
         "general.basename", "general.description", "general.quantized_by", "general.size_label", "general.license",
         "general.license.*", "general.url", "general.doi", "general.uuid", "general.repo_url", "general.source.*",
-        "general.base_model.*", "general.dataset.*", "general.datasets", "general.tags", "general.languages",
-        "quantize.imatrix.*"],
+        "general.base_model.*", "general.dataset.*", "general.tags", "general.languages"],
     "each tensor names its own type": ["general.quantization_version", "general.file_type"],
     "options of commands decide how tokens are sampled": ["general.sampling.*"],
     "split.count is 1 if everything is in the file": ["split.no", "split.tensors.count"],
@@ -78,16 +77,13 @@ IGNORED = {
     "the default template is imported; to take another is a choice of each request": [
         "tokenizer.chat_templates", "tokenizer.chat_template.*"],
 }
+# Keys that tools of llama.cpp write about a file and the Python package does not declare.
+WRITTEN_BY_TOOLS = ["general.datasets", "quantize.imatrix.*"]
 
 
-def reason_to_ignore(key):
-    """None: there is none."""
-    matches = lambda patterns: any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)  # noqa: E731
-    return next((reason for reason, patterns in IGNORED.items() if matches(patterns)), None)
-
-
-def is_decided(key):
-    return key in USED or key in DEMANDED or reason_to_ignore(key) is not None
+def is_ignored(key):
+    lists = (*IGNORED.values(), WRITTEN_BY_TOOLS)
+    return any(fnmatch.fnmatchcase(key, pattern) for patterns in lists for pattern in patterns)
 
 
 def has_type(value, kind):

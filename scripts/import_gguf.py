@@ -94,7 +94,7 @@ class Gguf:
                 if value not in supported:
                     allowed = " or ".join(map(shown, supported)) or "a file without it"
                     raise ModelError(f"{self.path}: key {key} is {shown(value)}; supported: {allowed}")
-            elif gguf_keys.reason_to_ignore(general) is None:
+            elif not gguf_keys.is_ignored(general):
                 unknown.append(key)
         return unknown
 

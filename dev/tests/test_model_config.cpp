@@ -269,7 +269,23 @@ TEST(ModelConfig, RejectsOptionsThatChangeTheLogits) {
     }
     refused("gpt2", R"("scale_attn_weights": false)", {"scale_attn_weights", "false"});
     refused("gpt2", R"("scale_attn_by_inverse_layer_idx": true)", {"scale_attn_by_inverse_layer_idx", "true"});
-    refused("gpt2", R"("add_cross_attention": true)", {"add_cross_attention"});
+    for (const char* family : {"gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3", "olmo2"}) {
+        refused(family, R"("add_cross_attention": true)", {"add_cross_attention"});
+        refused(family, R"("is_encoder_decoder": true)", {"is_encoder_decoder", "true", "false"});
+        refused(family, R"("is_causal": false)", {"is_causal", "false"});
+        refused(family, R"("per_layer_config": {"0": {"intermediate_size": 8}})", {"per_layer_config"});
+        refused(family, R"("attention_chunk_size": 8)", {"attention_chunk_size", "8"});
+        refused(family, R"("kv_sharing_modes": ["full"])", {"kv_sharing_modes"});
+        refused(family, R"("num_kv_shared_layers": 1)", {"num_kv_shared_layers"});
+        EXPECT_NO_THROW(read(str(R"({"model_type": ")", family, R"(", "is_causal": true, "per_layer_config": {},)",
+                                 R"("attention_chunk_size": null, "num_kv_shared_layers": 0})")));
+    }
+    for (const char* family : {"gpt2", "llama", "olmo2"}) {  // without windows
+        refused(family, R"("sliding_window": 8)", {"sliding_window", "8", "null"});
+        refused(family, R"("layer_types": ["sliding_attention"])", {"layer_types", "full_attention in all layers"});
+        EXPECT_NO_THROW(read(str(R"({"model_type": ")", family,
+                                 R"(", "sliding_window": null, "layer_types": ["full_attention"]})")));
+    }
     refused("gpt2", R"("pruned_heads": {"0": [1]})", {"pruned_heads"});
     refused("gpt2", R"("n_embd": 768, "hidden_size": 64)", {"hidden_size", "n_embd"});
     refused("llama", R"("hidden_act": "gelu")", {"hidden_act", "gelu", "silu"});

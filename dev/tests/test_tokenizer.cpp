@@ -286,6 +286,51 @@ TEST(Tokenizer, SpecialTokensAtTheStart) {
     EXPECT_NE(error_of(tokenizer), "");
 }
 
+// The error for a tokenizer with such a tokenizer_config.json beside it, "" if there is none.
+std::string error_with_settings(const json& tokenizer, const char* settings) {
+    const TempDir dir;
+    write_file(dir.file("tokenizer.json"), tokenizer.dump());
+    write_file(dir.file("tokenizer_config.json"), settings);
+    try {
+        const Tokenizer made(dir.file("tokenizer.json"));
+    } catch (const Error& e) {
+        return e.what();
+    }
+    return "";
+}
+
+TEST(Tokenizer, SettingsThatChangeTokensAreErrors) {
+    const json plain = description("gpt2");
+    json start = description("llama2");
+    start["post_processor"] = {{"type", "TemplateProcessing"},
+                               {"single", {{{"SpecialToken", {{"id", "<s>"}, {"type_id", 0}}}}}},
+                               {"pair", json::array()},
+                               {"special_tokens", {{"<s>", {{"id", "<s>"}, {"ids", {1}}, {"tokens", {"<s>"}}}}}}};
+    json space = plain;
+    space["pre_tokenizer"]["add_prefix_space"] = true;
+    const struct {
+        const json& tokenizer;
+        const char *settings, *words;  // "": it is read
+    } cases[] = {
+        {plain, R"({"split_special_tokens": true})", "'split_special_tokens' is true"},
+        {plain, R"({"add_eos_token": true})", "'add_eos_token' is true"},
+        {plain, R"({"fix_mistral_regex": true})", "'fix_mistral_regex' is true"},
+        {plain, R"({"add_bos_token": true})", "'add_bos_token' is true; tokenizer.json puts no token"},
+        {start, R"({"add_bos_token": false})", "'add_bos_token' is false; tokenizer.json puts tokens"},
+        {plain, R"({"add_prefix_space": true})", "'add_prefix_space' is true"},
+        {space, R"({"add_prefix_space": false})", "'add_prefix_space' is false"},
+        {plain, R"({"add_bos_token": 1})", "'add_bos_token' is 1, expected true or false"},
+        {plain, R"({"add_bos_token": false, "add_eos_token": false, "add_prefix_space": false})", ""},
+        {start, R"({"add_bos_token": true, "add_eos_token": null, "add_prefix_space": true})", ""},
+        {space, R"({"add_prefix_space": true, "split_special_tokens": false})", ""},
+    };
+    for (const auto& c : cases) {
+        const std::string error = error_with_settings(c.tokenizer, c.settings);
+        EXPECT_EQ(error.empty(), !*c.words) << c.settings << error;
+        EXPECT_NE(error.find(c.words), std::string::npos) << c.settings << error;
+    }
+}
+
 // Short words are merged by scanning, long ones with a queue. Both must give the same ids. The words consist of two
 // letters, so that merges overlap everywhere.
 TEST(Tokenizer, LongWordsMergeLikeShortWords) {

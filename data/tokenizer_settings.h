@@ -1,0 +1,14 @@
+// The settings of a tokenizer_config.json with which transformers gives other tokens than tokenizer.json says.
+#pragma once
+
+#include <string>
+
+// What tokenizer.json does in front of a text.
+struct TextStart {
+    bool tokens;              // puts tokens in front, such as <s>
+    bool space, space_known;  // puts a space in front; only where it has add_prefix_space, which transformers overrides
+};
+
+// Throws Error naming the key for a setting in the tokenizer_config.json beside a tokenizer.json that would change the
+// tokens. Does nothing if there is no such file.
+void check_tokenizer_settings(const std::string& tokenizer_json, const TextStart& start);
