@@ -20,6 +20,5 @@ void check_tokenizer_settings(const std::string& tokenizer_json, const TextStart
     demand("add_bos_token", start.tokens,
            start.tokens ? "tokenizer.json puts tokens in front of a text (post_processor); make the two agree"
                         : "tokenizer.json puts no token in front of a text (post_processor); make the two agree");
-    if (start.space_known)
-        demand("add_prefix_space", start.space, "tokenizer.json says otherwise; make the two agree");
+    if (start.space_known) demand("add_prefix_space", start.space, "tokenizer.json says otherwise; make the two agree");
 }

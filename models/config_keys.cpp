@@ -176,9 +176,8 @@ void read_rope(ModelConfig& c, const ConfigKeys& keys, const RopeForms& forms) {
 void refuse_windows(const ConfigKeys& keys) {
     keys.demand(!keys.has("sliding_window"), "sliding_window", "null");
     const json* types = keys.find("layer_types");
-    const bool full = !types || (types->is_array() && std::all_of(types->begin(), types->end(), [](const json& x) {
-        return x == "full_attention";
-    }));
+    const bool full = !types || (types->is_array() && std::all_of(types->begin(), types->end(),
+                                                                  [](const json& x) { return x == "full_attention"; }));
     keys.demand(full, "layer_types", "full_attention in all layers");
 }
 

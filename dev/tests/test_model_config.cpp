@@ -283,8 +283,8 @@ TEST(ModelConfig, RejectsOptionsThatChangeTheLogits) {
     for (const char* family : {"gpt2", "llama", "olmo2"}) {  // without windows
         refused(family, R"("sliding_window": 8)", {"sliding_window", "8", "null"});
         refused(family, R"("layer_types": ["sliding_attention"])", {"layer_types", "full_attention in all layers"});
-        EXPECT_NO_THROW(read(str(R"({"model_type": ")", family,
-                                 R"(", "sliding_window": null, "layer_types": ["full_attention"]})")));
+        EXPECT_NO_THROW(read(
+            str(R"({"model_type": ")", family, R"(", "sliding_window": null, "layer_types": ["full_attention"]})")));
     }
     refused("gpt2", R"("pruned_heads": {"0": [1]})", {"pruned_heads"});
     refused("gpt2", R"("n_embd": 768, "hidden_size": 64)", {"hidden_size", "n_embd"});

@@ -113,9 +113,10 @@ TEST(Safetensors, WriterRejectsInvalidTensors) {
 TEST(Safetensors, ReadsFilesOfOtherWriters) {
     const TempDir dir;
     // White space around the header, BOOL, offsets that aren't aligned, tensors in another order than their names.
-    write_file(dir.file("x"), file_of(std::string(" \t\r\n") + R"({"b":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]},)"
-                                      R"("a":{"dtype":"F32","shape":[1],"data_offsets":[3,7]}}    )",
-                                      std::string("\1\0\1\0\0\x80\x3f", 7)));
+    write_file(dir.file("x"),
+               file_of(std::string(" \t\r\n") + R"({"b":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]},)"
+                                                R"("a":{"dtype":"F32","shape":[1],"data_offsets":[3,7]}}    )",
+                       std::string("\1\0\1\0\0\x80\x3f", 7)));
     const StoredTensors file(dir.file("x"));
     EXPECT_EQ(file.tensor("b").dtype, DType::U8);
     EXPECT_EQ(file.tensor("b").as<uint8_t>()[2], 1);

@@ -8,9 +8,9 @@
 #include <string_view>
 #include <vector>
 
-// What is wrong with JSON text, as "broken JSON at byte 7", or "". Text without a fault can be parsed without an exception,
-// and code may recurse over its values. In linear time, which the JSON library's parser does not take if it calls back.
-// unique_keys: a key given twice is a fault, of which the JSON library would keep the last value only.
+// What is wrong with JSON text, as "broken JSON at byte 7", or "". Text without a fault can be parsed without an
+// exception, and code may recurse over its values. In linear time, which the JSON library's parser does not take if it
+// calls back. unique_keys: a key given twice is a fault, of which the JSON library would keep the last value only.
 std::string json_fault(std::string_view text, size_t max_depth = 100, bool unique_keys = false);
 
 // Writes a JSON object and flushes it; reads one, with an Error if it is damaged or not an object.

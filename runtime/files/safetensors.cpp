@@ -50,7 +50,8 @@ int64_t read_length(const std::string& path, const FileReader& file) {
     return int64_t(length);
 }
 
-// The header is text as the safetensors library reads it: white space around the object, and nothing else, as of version 0.8.
+// The header is text as the safetensors library reads it: white space around the object, and nothing else, as of
+// version 0.8.
 json parse_header(const std::string& path, const std::string& text) {
     const size_t begin = text.find_first_not_of(" \t\r\n");
     require(begin != std::string::npos && text[begin] == '{', path,
@@ -70,7 +71,8 @@ std::vector<int64_t> read_numbers(const std::string& where, const json& tensor, 
     for (const json& value : *list) {
         const bool valid =
             value.is_number_unsigned() && value.get<uint64_t>() <= uint64_t(std::numeric_limits<int64_t>::max());
-        if (!valid) throw Error(str(where, ": ", key, " is ", shown(*list), ", not a list of sizes; the file is corrupt"));
+        if (!valid)
+            throw Error(str(where, ": ", key, " is ", shown(*list), ", not a list of sizes; the file is corrupt"));
         numbers.push_back(value.get<int64_t>());
     }
     return numbers;
