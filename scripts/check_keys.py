@@ -3,12 +3,13 @@
 
     scripts/check_keys.py
 
-The keys come from the packages' source, which is read and not run: the config classes of the families that are supported
-and what their models read of them, GenerationConfig, the tokenizers' base classes, and the GGUF keys. Whether config.json's
-keys are used or refused is asked of ./train_gpt: it refuses a text that cannot be their value. A key of
+The keys come from the packages' source, which is read and not run: the config classes of the families that are
+supported and what their models read of them, GenerationConfig, the tokenizers' base classes, and the GGUF keys. Whether
+config.json's keys are used or refused is asked of ./train_gpt: it refuses a text that cannot be their value. A key of
 generation_config.json or tokenizer_config.json is used if the sources name it. Reasons: scripts/ignored_keys.py, and
 scripts/gguf_keys.py for GGUF. Prints a line for each fault; the exit status is 1 if there is one.
 """
+
 import in_venv  # noqa: F401
 import ast
 import concurrent.futures
@@ -38,9 +39,14 @@ SHARED = ("masking_utils.py", "cache_utils.py", "modeling_rope_utils.py")  # whi
 READERS = ("__init__", "__post_init__", "convert_rope_params_to_dict", "_from_pretrained")
 DICTIONARIES = ("kwargs", "init_kwargs", "local_kwargs")
 # Classes whose keys are those of a tokenizer_config.json with a tokenizer.json.
-TOKENIZERS = (("tokenization_utils_base.py", "SpecialTokensMixin"), ("tokenization_utils_base.py", "PreTrainedTokenizerBase"),
-              ("tokenization_utils_fast.py", "PreTrainedTokenizerFast"), ("tokenization_utils_tokenizers.py", "TokenizersBackend"),
-              ("models/llama/tokenization_llama_fast.py", "LlamaTokenizerFast"), ("models/llama/tokenization_llama.py", "LlamaTokenizer"))
+TOKENIZERS = (
+    ("tokenization_utils_base.py", "SpecialTokensMixin"),
+    ("tokenization_utils_base.py", "PreTrainedTokenizerBase"),
+    ("tokenization_utils_fast.py", "PreTrainedTokenizerFast"),
+    ("tokenization_utils_tokenizers.py", "TokenizersBackend"),
+    ("models/llama/tokenization_llama_fast.py", "LlamaTokenizerFast"),
+    ("models/llama/tokenization_llama.py", "LlamaTokenizer"),
+)
 TOKENIZER_SOURCES, GENERATION_SOURCES = ("data/*.cpp",), ("infer/*.cpp",)
 
 
@@ -61,7 +67,7 @@ class Package:
         self.wheel, self.name = zipfile.ZipFile(found[0]), requirement.split("==")[0]
 
     def text(self, path):
-        """"" where this version has no such file."""
+        """ "" where this version has no such file."""
         path = f"{self.name}/{path}"
         return self.wheel.read(path).decode() if path in self.wheel.namelist() else ""
 
@@ -77,9 +83,16 @@ def text_of(node):
 def keys_read_by(function):
     """The parameters of a method, and the constants that it takes from a dictionary of keys."""
     arguments = function.args
-    keys = {argument.arg for argument in arguments.args + arguments.kwonlyargs} if function.name == "__init__" else set()
+    keys = (
+        {argument.arg for argument in arguments.args + arguments.kwonlyargs} if function.name == "__init__" else set()
+    )
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("pop", "get") and node.args:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("pop", "get")
+            and node.args
+        ):
             where, key = node.func.value, text_of(node.args[0])
         elif isinstance(node, ast.Subscript):
             where, key = node.value, text_of(node.slice)
@@ -107,22 +120,34 @@ def keys_of_class(node):
 
 def attributes_of_config(source):
     """What a model's code reads of its config."""
-    return {a or b for a, b in re.findall(r"config\.(?!json\b)([a-z_]\w*)\b(?![\w(])|attr\([\w.]*config, \"(\w+)\"", source)}
+    return {
+        a or b for a, b in re.findall(r"config\.(?!json\b)([a-z_]\w*)\b(?![\w(])|attr\([\w.]*config, \"(\w+)\"", source)
+    }
 
 
 def config_keys(package, family):
     folder = f"models/{family}"
-    [name] = set(re.findall(r"^class (\w+Config)\(Pre[Tt]rainedConfig", package.text(f"{folder}/configuration_{family}.py"), re.M))
+    [name] = set(
+        re.findall(
+            r"^class (\w+Config)\(Pre[Tt]rainedConfig", package.text(f"{folder}/configuration_{family}.py"), re.M
+        )
+    )
     base = "PreTrainedConfig" if package.class_of("configuration_utils.py", "PreTrainedConfig") else "PretrainedConfig"
-    return (keys_of_class(package.class_of(f"{folder}/configuration_{family}.py", name))
-            | keys_of_class(package.class_of("configuration_utils.py", base))
-            | keys_of_class(package.class_of("modeling_rope_utils.py", "RotaryEmbeddingConfigMixin"))
-            | attributes_of_config("\n".join(map(package.text, (f"{folder}/modeling_{family}.py", *SHARED)))))
+    return (
+        keys_of_class(package.class_of(f"{folder}/configuration_{family}.py", name))
+        | keys_of_class(package.class_of("configuration_utils.py", base))
+        | keys_of_class(package.class_of("modeling_rope_utils.py", "RotaryEmbeddingConfigMixin"))
+        | attributes_of_config("\n".join(map(package.text, (f"{folder}/modeling_{family}.py", *SHARED))))
+    )
 
 
 def gguf_constants(package):
     """The keys of GGUF: the texts in the class Keys."""
-    keys = {text_of(node.value) for node in ast.walk(package.class_of("constants.py", "Keys")) if isinstance(node, ast.Assign)}
+    keys = {
+        text_of(node.value)
+        for node in ast.walk(package.class_of("constants.py", "Keys"))
+        if isinstance(node, ast.Assign)
+    }
     return {re.sub(r"\{(?!arch\})\w+\}", "x", key) for key in keys}
 
 
@@ -130,24 +155,43 @@ def example(family):
     """A config.json in which no key is without effect because of another."""
     if family == "gpt2":
         return {"model_type": family, "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 100}
-    config = {"model_type": family, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-              "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 100}
+    config = {
+        "model_type": family,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "vocab_size": 100,
+    }
     if family not in ("llama", "olmo2"):
         config.update(use_sliding_window=True, sliding_window=8)
     if family != "phi3":
-        config["rope_scaling"] = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                  "original_max_position_embeddings": 32}
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": 2.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
     return config
 
 
 def is_refused(config):
     with tempfile.TemporaryDirectory() as folder:
         hf_directory.write_json(folder, "config.json", config)
-        return subprocess.run([hf_directory.PROGRAM, "info", folder], stdin=subprocess.DEVNULL, capture_output=True).returncode != 0
+        return (
+            subprocess.run(
+                [hf_directory.PROGRAM, "info", folder], stdin=subprocess.DEVNULL, capture_output=True
+            ).returncode
+            != 0
+        )
 
 
 def uses_config_key(family, key):
-    """True if train_gpt uses or refuses a key: it then refuses a text that cannot be its value. rope_scaling.x: x in that."""
+    """True if train_gpt uses or refuses a key: it then refuses a text that cannot be its value. rope_scaling.x: x in
+    that object."""
     config = example(family)
     *outer, name = key.split(".")
     (config[outer[0]] if outer else config)[name] = "?"
@@ -176,7 +220,8 @@ def faults_of(where, decisions, reasons):
     for names, used in decisions:
         listed = not used and reasons.has(*names)
         if not used and not listed:
-            yield f"{where}: key {names[-1]}: neither used nor refused; use it, refuse it, or say in {reasons_file(where)} why not"
+            remedy = f"use it, refuse it, or say in {reasons_file(where)} why not"
+            yield f"{where}: key {names[-1]}: neither used nor refused; {remedy}"
     yield from reasons.faults(reasons_file(where))
 
 
@@ -185,7 +230,9 @@ def reasons_file(where):
 
 
 def config_decisions(packages):
-    names = [(family, key) for family in FAMILIES for key in sorted(set().union(*(config_keys(p, family) for p in packages)))]
+    names = [
+        (family, key) for family in FAMILIES for key in sorted(set().union(*(config_keys(p, family) for p in packages)))
+    ]
     rope = set().union(*(keys_of_class(p.class_of("modeling_rope_utils.py", "RopeParameters")) for p in packages))
     names += [("llama", f"rope_scaling.{key}") for key in sorted(rope)]
     for family in FAMILIES:
@@ -208,10 +255,14 @@ def source_decisions(keys, patterns):
 
 def faults():
     packages = [Package(requirement) for requirement in TRANSFORMERS]
-    union = lambda classes: set().union(*(keys_of_class(p.class_of(*c)) for p in packages for c in classes))  # noqa: E731
+    union = lambda classes: set().union(
+        *(keys_of_class(p.class_of(*c)) for p in packages for c in classes)
+    )  # noqa: E731
     yield from faults_of("config.json", config_decisions(packages), Reasons(ignored_keys.CONFIG))
     generation = union([("generation/configuration_utils.py", "GenerationConfig")])
-    yield from faults_of("generation_config.json", source_decisions(generation, GENERATION_SOURCES), Reasons(ignored_keys.GENERATION))
+    yield from faults_of(
+        "generation_config.json", source_decisions(generation, GENERATION_SOURCES), Reasons(ignored_keys.GENERATION)
+    )
     tokenizers = source_decisions(union(TOKENIZERS), TOKENIZER_SOURCES)
     yield from faults_of("tokenizer_config.json", tokenizers, Reasons(ignored_keys.TOKENIZER))
     decided = gguf_keys.USED.keys() | gguf_keys.DEMANDED.keys()

@@ -1,7 +1,7 @@
 """Walks through the header of a GGUF file, before a package does that believes every count in it.
 
-A header is: "GGUF", version, number of tensors, number of keys; each key's name, type and value; each tensor's name, sizes,
-type and offset. A count that the file is too short for is an error at once.
+A header is: "GGUF", version, number of tensors, number of keys; each key's name, type and value; each tensor's name,
+sizes, type and offset. A count that the file is too short for is an error at once.
 """
 import os
 import struct
@@ -95,7 +95,8 @@ def check(path):
             raise ModelError(f"{path}: not a GGUF file: it does not start with GGUF")
         version = header.number("<I", "the version")
         if version & 0xFFFF == 0:
-            raise ModelError(f"{path}: is big-endian; convert it with `gguf-convert-endian {os.path.basename(path)} little`")
+            command = f"gguf-convert-endian {os.path.basename(path)} little"
+            raise ModelError(f"{path}: is big-endian; convert it with `{command}`")
         if version not in (2, 3):
             raise ModelError(f"{path}: is GGUF version {version}; supported: 2, 3")
         tensors, keys = header.number("<Q", "the number of tensors"), header.number("<Q", "the number of keys")

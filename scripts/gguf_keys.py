@@ -1,5 +1,5 @@
-"""What import_gguf.py makes of each key of a GGUF file: it uses the key, demands a value that changes nothing, or ignores
-it for a reason. scripts/check_keys.py fails for a key of llama.cpp that stands nowhere here.
+"""What import_gguf.py makes of each key of a GGUF file: it uses the key, demands a value that changes nothing, or
+ignores it for a reason. scripts/check_keys.py fails for a key of llama.cpp that stands nowhere here.
 
 {arch} is the architecture's name; * any text.
 """
@@ -98,5 +98,6 @@ def has_type(value, kind):
 
 def type_name(kind):
     if isinstance(kind, list):
-        return f"a list of {({str: 'texts', int: 'whole numbers', float: 'numbers'})[kind[0]]}"
-    return kind if kind is one_or_each else {int: "a whole number", float: "a number", bool: "a boolean", str: "text"}[kind]
+        return "a list of " + {str: "texts", int: "whole numbers", float: "numbers"}[kind[0]]
+    names = {int: "a whole number", float: "a number", bool: "a boolean", str: "text", one_or_each: one_or_each}
+    return names[kind]

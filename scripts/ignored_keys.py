@@ -1,5 +1,6 @@
 """Keys that transformers declares and this project ignores, by reason: what is listed changes neither tokens nor logits
-here. scripts/check_keys.py fails for a key that is in no list and is neither used nor refused, and for a pattern of no use.
+here. scripts/check_keys.py fails for a key that is in no list and is neither used nor refused, and for a pattern that
+no key needs.
 
 CONFIG: of config.json; `family.key` is for that family, rope_scaling.key inside rope_scaling.
 """
@@ -20,7 +21,8 @@ CONFIG = {
     "RoPE of types that are refused reads it": [
         "rope_scaling.attention_factor", "rope_scaling.beta_*", "rope_scaling.*_factor", "rope_scaling.mscale*",
         "rope_scaling.mrope_section", "rope_scaling.truncate"],
-    "all layers have the window that sliding_window says, whatever it lists": ["mistral.layer_types", "phi3.layer_types"],
+    "all layers have the window that sliding_window says, whatever it lists": [
+        "mistral.layer_types", "phi3.layer_types"],
     "batches here have no padding": ["pad_token_id"],
     "classes are not computed, only logits": [
         "id2label", "label2id", "num_labels", "problem_type", "classifier_dropout", "summary_*", "sep_token_id"],
@@ -29,8 +31,8 @@ CONFIG = {
     "pipelines read it, not the model or the tokenizer": ["task_specific_params", "prefix"],
     "tokenizer.json describes the tokenizer": ["tokenizer_class"],
     "an attribute of transformers' classes, the same for all files": [
-        "_auto_class", "attribute_map", "base_config_key", "base_model_*_plan", "has_no_defaults_at_init", "sub_configs",
-        "default_theta"],
+        "_auto_class", "attribute_map", "base_config_key", "base_model_*_plan", "has_no_defaults_at_init",
+        "sub_configs", "default_theta"],
 }
 
 GENERATION = {
@@ -49,7 +51,8 @@ GENERATION = {
     "the prompt's start is that of tokenizer.json, or bos_token_id of config.json": ["bos_token_id"],
     "batches here have no padding": ["pad_token_id"],
     "encoders and decoders of two parts are refused": ["decoder_start_token_id"],
-    "it says where a file comes from": ["transformers_version", "_commit_hash", "_from_model_config", "_original_object_hash"],
+    "it says where a file comes from": [
+        "transformers_version", "_commit_hash", "_from_model_config", "_original_object_hash"],
     "transformers keeps it while it runs": ["_*_token_tensor", "_mask_length"],
 }
 

@@ -5,8 +5,8 @@
 
 Needs the Python packages gguf and numpy (`make venv`). It reads the architectures llama (LLaMA, Mistral), qwen2, qwen3,
 smollm3, olmo2 and phi3, and converts the weights, the shape, RoPE scaling, the tokenizer (byte-level BPE or
-SentencePiece), the special tokens and the chat template. A value that this project does not support is an error; unknown
-keys are named. At the end `train_gpt info` loads what was written.
+SentencePiece), the special tokens and the chat template. A value that this project does not support is an error;
+unknown keys are named. At the end `train_gpt info` loads what was written.
 """
 import in_venv  # noqa: F401
 import argparse
@@ -79,7 +79,7 @@ class Gguf:
         return self.values.get(key, *otherwise)
 
     def check_keys(self):
-        """Throws for a key that would change tokens or logits and is not supported. Returns the keys that are unknown."""
+        """Throws for a key that would change tokens or logits and is not supported. Returns the unknown keys."""
         architecture, unknown = self.get("general.architecture"), []
         for key, value in self.values.items():
             general = "{arch}" + key.removeprefix(architecture) if key.startswith(f"{architecture}.") else key
@@ -88,7 +88,8 @@ class Gguf:
             if general in gguf_keys.USED:
                 kind = gguf_keys.USED[general]
                 if not gguf_keys.has_type(value, kind):
-                    raise ModelError(f"{self.path}: key {key} is {shown(value)}; it must be {gguf_keys.type_name(kind)}")
+                    expected = gguf_keys.type_name(kind)
+                    raise ModelError(f"{self.path}: key {key} is {shown(value)}; it must be {expected}")
             elif general in gguf_keys.DEMANDED:
                 supported = gguf_keys.DEMANDED[general]
                 if value not in supported:
@@ -141,7 +142,8 @@ def rope_scaling(file, architecture, theta, head_size):
             return None
         if kind == "linear" and architecture != "phi3":
             return {"rope_type": "linear", "factor": factor}
-        raise ModelError(f"{file.path}: key {key}type is {kind}, the factor {factor}; supported: none, linear (not for phi3)")
+        raise ModelError(f"{file.path}: key {key}type is {kind}, the factor {factor}; supported: none, linear (not for "
+                         "phi3)")
     if kind != "none" and (kind != "linear" or factor != 1):
         raise ModelError(f"{file.path}: has tensor rope_freqs.weight and RoPE scaling {kind} with factor {factor}; "
                          "supported: one of them")
@@ -250,8 +252,8 @@ def read_tokenizer(file):
     tokens, kinds = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type", [])
     for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
         if file.get(key, []) and len(file.get(key)) != len(tokens):
-            raise ModelError(f"{file.path}: key {key} has {len(file.get(key))} values for {len(tokens)} tokens; the file "
-                             "is damaged")
+            raise ModelError(f"{file.path}: key {key} has {len(file.get(key))} values for {len(tokens)} tokens; the "
+                             "file is damaged")
     kinds = kinds or [NORMAL] * len(tokens)
     # The rows of a vocabulary that has more of them than the tokenizer has tokens.
     tokens = [None if kind == UNUSED and token == f"[PAD{i}]" else token
@@ -303,12 +305,13 @@ def import_gguf(source, target, dtype=None):
     with hf_directory.Directory(target) as folder:
         hf_directory.write_json(folder, "config.json", config)
         ids = {"bos_token_id": config["bos_token_id"], "eos_token_id": end_tokens(file)}
-        hf_directory.write_json(folder, "generation_config.json", {key: x for key, x in ids.items() if x not in (None, [])})
+        ids = {key: x for key, x in ids.items() if x not in (None, [])}
+        hf_directory.write_json(folder, "generation_config.json", ids)
         hf_directory.write_tokenizer(folder, *read_tokenizer(file), file.get("tokenizer.chat_template", None))
         hf_directory.write_safetensors(os.path.join(folder, "model.safetensors"), list(weights(file, config)), dtype)
     if unknown:
-        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-        print(f"import_gguf: {source}: unknown keys are ignored: {', '.join(map(repr, unknown[:5]))}{more}", file=sys.stderr)
+        names = ", ".join(map(repr, unknown[:5])) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        print(f"import_gguf: {source}: unknown keys are ignored: {names}", file=sys.stderr)
 
 
 def main():

@@ -10,7 +10,8 @@ SOURCE is a directory in one of two layouts:
     consolidated.00.pth, .01.pth ... and params.json, as Meta publishes LLaMA 1 to 3.2, with tokenizer.model
 
 Needs the Python packages torch and numpy, and sentencepiece for the tokenizer.model of LLaMA 1 and 2. No code in the files
-is executed. At the end `train_gpt info` loads what was written: a tensor that is missing, or of no such model, is an error.
+is executed. At the end `train_gpt info` loads what was written: a tensor that is missing, or of no such model, is an
+error.
 """
 import in_venv  # noqa: F401
 import argparse
@@ -62,7 +63,8 @@ def load(path):
             raise ModelError(f"{path}: not tensors that torch.load(weights_only=True) can read ({reason}); save the "
                              "model's state_dict() with torch.save")
     if not isinstance(tensors, dict) or not all(isinstance(x, torch.Tensor) for x in tensors.values()):
-        raise ModelError(f"{path}: holds something else than named tensors; save the model's state_dict() with torch.save")
+        raise ModelError(f"{path}: holds something else than named tensors; save the model's state_dict() with "
+                         "torch.save")
     return tensors
 
 
@@ -225,7 +227,8 @@ def meta(source, rope_factor):
 # ---- tokenizer.model ----------------------------------------------------------------------------------------------------
 
 def find_tokenizer(source, folders):
-    return next((p for p in (os.path.join(source, folder, "tokenizer.model") for folder in folders) if os.path.exists(p)), None)
+    paths = [os.path.join(source, folder, "tokenizer.model") for folder in folders]
+    return next((path for path in paths if os.path.exists(path)), None)
 
 
 def convert_tokenizer(folder, path, settings):
@@ -260,7 +263,8 @@ def import_pytorch(source, target, dtype=None, rope_factor=None):
         hf_directory.write_json(folder, "config.json", {key: x for key, x in config.items() if key not in ("dtype", "torch_dtype")})
         path = find_tokenizer(source, ("", "..") if is_meta else ("",))
         if path and (is_meta or not os.path.exists(os.path.join(source, "tokenizer.json"))):
-            convert_tokenizer(folder, path, {} if is_meta else llama_settings(os.path.join(source, "tokenizer_config.json")))
+            settings = {} if is_meta else llama_settings(os.path.join(source, "tokenizer_config.json"))
+            convert_tokenizer(folder, path, settings)
         for name in CARRIED:
             if os.path.exists(os.path.join(source, name)):
                 shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))

@@ -216,9 +216,9 @@ class GgufTest(ImportTest):
                     writer.add_float32("llama.rope.scale_linear", old_factor)
             return change
         # As llama.cpp: without a type a factor means linear, the old key counts where the new one is missing, 0 is 1.
-        for i, (kind, factor, old, expected) in enumerate((("linear", 4.0, None, 4.0), (None, 2.5, None, 2.5), (None, None, 8.0, 8.0),
-                                                           (None, 2.0, 8.0, 2.0), ("none", 4.0, None, None), ("linear", None, None, None),
-                                                           (None, 0.0, None, None), (None, 1.0, None, None))):
+        cases = (("linear", 4.0, None, 4.0), (None, 2.5, None, 2.5), (None, None, 8.0, 8.0), (None, 2.0, 8.0, 2.0),
+                 ("none", 4.0, None, None), ("linear", None, None, None), (None, 0.0, None, None), (None, 1.0, None, None))
+        for i, (kind, factor, old, expected) in enumerate(cases):
             self.imported("import_gguf.py", self.write(change=scaled(kind, factor, old)), self.path(f"scaled{i}"))
             expected = expected and {"rope_type": "linear", "factor": expected}
             self.assertEqual(read_json(self.path(f"scaled{i}"), "config.json")["rope_scaling"], expected, (kind, factor, old))
@@ -327,7 +327,9 @@ class GgufTest(ImportTest):
         self.assertIn("unknown keys are ignored: 'llama.new_norm', 'tokenizer.x'", done.stderr)
 
     def test_every_end_token_ends_a_text(self):
-        ends = lambda writer: (writer.add_uint32("tokenizer.ggml.eot_token_id", 7), writer.add_uint32("tokenizer.ggml.eom_token_id", 0))  # noqa: E731
+        def ends(writer):
+            writer.add_uint32("tokenizer.ggml.eot_token_id", 7)
+            writer.add_uint32("tokenizer.ggml.eom_token_id", 0)
         self.imported("import_gguf.py", self.write(change=ends), self.path("out"))
         self.assertEqual(read_json(self.path("out"), "generation_config.json"), {"eos_token_id": [0, 7]})
 
@@ -585,7 +587,8 @@ class PytorchNamesTest(ImportTest):
         self.assertEqual(got.encode("it").ids, [1, *it])
         self.assertNotEqual(got.encode("it</s>was").ids, [1, *it, 2, *was])
         self.assertEqual(got.decode(got.encode("it</s>was").ids, skip_special_tokens=False), "<s> it</s>was")
-        for settings, words in (({"tokenizer_class": "GemmaTokenizer"}, '"GemmaTokenizer"'), ({"add_eos_token": True}, "'add_eos_token' is true")):
+        for settings, words in (({"tokenizer_class": "GemmaTokenizer"}, '"GemmaTokenizer"'),
+                                ({"add_eos_token": True}, "'add_eos_token' is true")):
             with self.assertRaisesRegex(import_pytorch.ModelError, words):
                 imported("x", settings)
         # A tokenizer.json that is there stays.

@@ -72,8 +72,8 @@ def byte_level(vocab, merges, added, words="gpt2", start=None):
 
 def sentencepiece(pieces, scores, added, unknown=None, space_in_front=True, start=None, legacy=True):
     """pieces in the order of ids, None for an id without a piece. A pair merges where its text is a piece, the best
-    score first; of one piece's pairs the one with the longer left part first. legacy: text behind a special token gets a
-    space in front, too."""
+    score first; of one piece's pairs the one with the longer left part first. legacy: text behind a special token gets
+    a space in front, too."""
     vocab = {piece: i for i, piece in enumerate(pieces) if piece is not None}
     special = {token["content"] for token in added}
     byte_fallback = all(f"<0x{b:02X}>" in vocab for b in range(256))
