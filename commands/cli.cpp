@@ -22,7 +22,8 @@ std::string overview(const std::vector<Command>& commands) {
         "[OPTIONS]\n\nCommands:\n";
     for (const Command& c : commands)
         text += str("  ", c.name, std::string(10 - std::string(c.name).size(), ' '), c.summary, "\n");
-    return text + "\n'train_gpt COMMAND --help' lists the options of a command.\n";
+    return text +
+           "\n'train_gpt COMMAND --help' lists the options of a command, 'train_gpt --version' what this program is.\n";
 }
 
 // Joins the lines of a message from a library.
@@ -165,11 +166,15 @@ std::vector<ArgumentError> argument_errors(CLI::App& app, const Args& args) {
     return errors;
 }
 
-int run_command(Console& console, const Args& args, const std::vector<Command>& commands) {
+int run_command(Console& console, const Args& args, const std::vector<Command>& commands, const std::string& build) {
     const auto fails = [&](const std::string& message, int status) { return fail(console, message, status); };
     if (args.empty()) return fails("no command given; 'train_gpt --help' lists the commands", 2);
     if (args[0] == "--help" || args[0] == "-h" || args[0] == "help") {
         std::cout << overview(commands) << std::flush;
+        return 0;
+    }
+    if (args[0] == "--version") {
+        std::cout << version_text(build) << std::flush;
         return 0;
     }
     const auto command =
@@ -203,10 +208,10 @@ int run_command(Console& console, const Args& args, const std::vector<Command>& 
 
 }  // namespace
 
-int run_program(int argc, char** argv, const std::vector<Command>& commands) {
+int run_program(int argc, char** argv, const std::vector<Command>& commands, const std::string& build) {
     Console console;
     try {
-        return run_command(console, Args(argv + std::min(argc, 1), argv + argc), commands);
+        return run_command(console, Args(argv + std::min(argc, 1), argv + argc), commands, build);
     } catch (const std::ios_base::failure&) {
         if (Console::reader_gone()) return 128 + SIGPIPE;  // what a shell shows for a process that SIGPIPE ended
         return fail(console, "standard output: cannot write; free disk space, or check where it goes", 1);

@@ -79,6 +79,14 @@ class InfoTest(BaseRunTest):
         self.assertEqual(done.returncode, 2)
         self.assertIn("--help mun: there is no such group of options; there are shape, length", done.stderr)
 
+    def test_version(self):
+        lines = dict(line.split(" ", 1) for line in run("--version").stdout.splitlines())
+        self.assertRegex(lines.pop("train_gpt"), r"^\d+\.\d+\.\d+$")
+        self.assertRegex(lines.pop("commit"), r"^([0-9a-f]{7,40}(\+changes)?|unknown)$")
+        self.assertRegex(lines.pop("architectures"), r"^(sm_\d+[af]?( sm_\d+[af]?)*|x86-64-v3|armv8.1-a|)$")
+        build = json.loads(run("info", "--json").stdout)
+        self.assertEqual(lines, {key: str(value) for key, value in build.items()})
+
     def test_train_alone_names_a_command_that_works(self):
         self.assertIn("for example: ./train_gpt train --model gpt2-tiny --data data/tokens/quickstart --out runs/first",
                       run("train").stderr)
