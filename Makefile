@@ -23,12 +23,13 @@ SHELL := /bin/bash
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
 GOALS := $(or $(MAKECMDGOALS),all)
-BUILDING := $(filter-out help clean deps venv smollm2 hellaswag arc-easy lambada cuda-toolkit cuda-info release format check-format tidy,$(GOALS))
+BUILDING := $(filter-out help clean uninstall deps venv smollm2 hellaswag arc-easy lambada cuda-toolkit cuda-info release format check-format tidy,$(GOALS))
 MODE := $(firstword -$(MAKEFLAGS))# the one-letter flags, as in -n
 ifeq ($(MAKELEVEL),0)
   MAKEFLAGS += -j$(shell nproc)# all cores, unless the command line says otherwise
 endif
 COMMA := ,
+STARTED := $(shell date +%s)
 
 # ---- what the machine has ---------------------------------------------------------------------------------------------
 # This comes before anything else, because a newly installed library changes how the rest is compiled.
@@ -230,8 +231,17 @@ $(LIB): $(OBJECTS) $(BUILD)/sources
 
 LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(ONEDNN_LIBS) $(if $(TRANSPORT_LIBS),-Wl$(COMMA)--as-needed $(TRANSPORT_LIBS)) $(LDLIBS)
 
-$(DRIVER): $(MAIN:%=$(BUILD)/%.o) $(LIB)
+$(DRIVER): $(MAIN:%=$(BUILD)/%.o) $(BUILD)/build_lines.cpp.o $(LIB)
 	$(LINK)
+
+# For --version: only the driver is linked again after a commit. A tree with changes says so.
+$(BUILD)/build_lines.cpp: FORCE
+	@mkdir -p $(@D)
+	@commit=$$(git -C $(CURDIR) describe --always --dirty=+changes --exclude='*' 2>/dev/null || echo unknown); \
+	    text="extern const char BUILD_LINES[] = \"commit $$commit\\narchitectures $(or $(ARCHS:%=sm_%),$(patsubst -march=%,%,$(ARCH_FLAGS)))\\n\";"; [ "$$(cat $@ 2>/dev/null)" = "$$text" ] || echo "$$text" >$@
+
+$(BUILD)/build_lines.cpp.o: $(BUILD)/build_lines.cpp $(BUILD)/flags
+	$(Q)$(COMPILE) -c $< -o $@
 
 # Of the archive only what the C interface needs comes along, and that has no use for a tokenizer.
 $(KERNEL_LIB): private LIBS := $(filter-out $(TOKENIZER_LIBS),$(LIBS))
@@ -277,7 +287,7 @@ $(BUILD)/dev/%.so: dev/tests/%.c $(BUILD)/flags
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ---- targets ----------------------------------------------------------------------------------------------------------
-.PHONY: all train_gpt lib release train data smollm2 chat hellaswag arc-easy lambada test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format tidy clean help FORCE \
+.PHONY: all train_gpt lib release install uninstall train data smollm2 chat hellaswag arc-easy lambada test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format tidy clean help FORCE \
         test-binaries test-binaries-cpu bench-binaries
 
 PYTHON := .venv/bin/python
@@ -295,7 +305,15 @@ lib: $(KERNEL_LIB) $(DATA_LIB)  ## the kernels as a shared library with a C inte
 release:  ## the CUDA driver for all architectures of ARCH=all, in build/cuda-release
 	@$(MAKE) --no-print-directory BACKEND=cuda ARCH=all BUILD=build/cuda-release train_gpt
 
+PREFIX ?= /usr/local
+install: all  ## copy the driver to PREFIX/bin (PREFIX=/usr/local, below DESTDIR); as root where PREFIX needs it
+	install -D -m 755 $(DRIVER) "$(DESTDIR)$(PREFIX)/bin/train_gpt"
+
+uninstall:  ## remove what `make install` copied
+	rm -f "$(DESTDIR)$(PREFIX)/bin/train_gpt"
+
 train: all $(PYTHON) $(DATA_LIB)  ## the quick start: data, training into runs/quickstart, evaluation, loss curve, a sample
+	@echo "--- compiled: $$(($$(date +%s) - $(STARTED))) s"
 	@GPUS="$(GPUS)" scripts/run_quickstart.sh $(DRIVER)
 
 data: $(PYTHON) $(DATA_LIB)  ## tokenise the quick start's corpus, CORPUS=linux, or your own: TEXT=file|folder [VAL_TEXT=file|folder] [NAME=] [TOKENIZER=byte|bpe|gpt2|DIR] [VOCAB=4096] [VAL=0.05] [EXT=.c,.h]

@@ -9,6 +9,7 @@
 #include <set>
 #include <sstream>
 
+#include "commands/help.h"
 #include "runtime/console.h"
 #include "runtime/device/device.h"
 #include "runtime/text.h"
@@ -21,7 +22,8 @@ std::string overview(const std::vector<Command>& commands) {
         "[OPTIONS]\n\nCommands:\n";
     for (const Command& c : commands)
         text += str("  ", c.name, std::string(10 - std::string(c.name).size(), ' '), c.summary, "\n");
-    return text + "\n'train_gpt COMMAND --help' lists the options of a command.\n";
+    return text +
+           "\n'train_gpt COMMAND --help' lists the options of a command, 'train_gpt --version' what this program is.\n";
 }
 
 // Joins the lines of a message from a library.
@@ -164,11 +166,15 @@ std::vector<ArgumentError> argument_errors(CLI::App& app, const Args& args) {
     return errors;
 }
 
-int run_command(Console& console, const Args& args, const std::vector<Command>& commands) {
+int run_command(Console& console, const Args& args, const std::vector<Command>& commands, const std::string& build) {
     const auto fails = [&](const std::string& message, int status) { return fail(console, message, status); };
     if (args.empty()) return fails("no command given; 'train_gpt --help' lists the commands", 2);
     if (args[0] == "--help" || args[0] == "-h" || args[0] == "help") {
         std::cout << overview(commands) << std::flush;
+        return 0;
+    }
+    if (args[0] == "--version") {
+        std::cout << version_text(build) << std::flush;
         return 0;
     }
     const auto command =
@@ -202,10 +208,10 @@ int run_command(Console& console, const Args& args, const std::vector<Command>& 
 
 }  // namespace
 
-int run_program(int argc, char** argv, const std::vector<Command>& commands) {
+int run_program(int argc, char** argv, const std::vector<Command>& commands, const std::string& build) {
     Console console;
     try {
-        return run_command(console, Args(argv + std::min(argc, 1), argv + argc), commands);
+        return run_command(console, Args(argv + std::min(argc, 1), argv + argc), commands, build);
     } catch (const std::ios_base::failure&) {
         if (Console::reader_gone()) return 128 + SIGPIPE;  // what a shell shows for a process that SIGPIPE ended
         return fail(console, "standard output: cannot write; free disk space, or check where it goes", 1);
@@ -213,14 +219,6 @@ int run_program(int argc, char** argv, const std::vector<Command>& commands) {
 }
 
 namespace {
-
-// Leaves out lists of many options that one excludes: each of those names the option from its own side.
-class HelpFormatter : public CLI::Formatter {
-    std::string make_option_opts(const CLI::Option* option) const override {
-        const std::string text = CLI::Formatter::make_option_opts(option);
-        return option->get_excludes().size() > 2 ? text.substr(0, text.find(" Excludes:")) : text;
-    }
-};
 
 // The arguments as CLI11 expects them, in reverse order. Of "--data=" it would take the next argument for the value, so
 // that is divided into "--data" and "".
@@ -241,14 +239,14 @@ Args arguments_for(const CLI::App& app, const Args& args) {
 
 }  // namespace
 
-void parse(CLI::App& app, const Args& args) {
-    app.formatter(std::make_shared<HelpFormatter>());
+void parse(CLI::App& app, const Args& args, const std::vector<std::string>& short_help) {
+    app.set_help_flag();
+    if (const std::optional<std::string> topic = help_topic(args))
+        throw HelpRequested{help_text(app, *topic, short_help)};
     app.allow_extras();  // unknown arguments are collected, so that they can be reported with the other errors
     std::string failure;
     try {
         app.parse(arguments_for(app, args));
-    } catch (const CLI::CallForHelp&) {
-        throw HelpRequested{app.help()};
     } catch (const CLI::ConfigError& e) {
         throw UsageError(parse_error(app, e));  // alone: CLI11 2.4 counts the values of an unknown key as arguments
     } catch (const CLI::ParseError& e) {
@@ -365,7 +363,8 @@ CLI::Option* add_gpu_memory_option(CLI::App& app, int64_t& bytes, const std::str
     return app
         .add_option_function<std::string>(
             "--gpu-memory", [&bytes](const std::string& text) { bytes = memory_size(text); }, description)
-        ->check(CLI::Validator(check, ""));
+        ->check(CLI::Validator(check, ""))
+        ->group(help_group::MEMORY);
 }
 
 void add_base_option(CLI::App& app, std::string& base) {
@@ -386,7 +385,7 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
         dtype_help += "; auto: bf16 on a GPU from sm_80 on, else fp32";
     }
     app.add_option("--dtype", o.dtype, dtype_help)->check(CLI::IsMember(dtypes))->capture_default_str();
-    const std::string group = "Model options (with a preset)";
+    const std::string group = help_group::SHAPE;
     const auto yes_or_no = [&](const char* name, std::string& value, const char* description) {
         app.add_option(name, value, description)->check(CLI::IsMember({"yes", "no"}))->group(group);
     };
@@ -507,7 +506,7 @@ void add_context_options(CLI::App& app, int64_t& context, bool& slide, const std
 }
 
 void add_launch_options(CLI::App& app, LaunchOptions& o) {
-    const std::string group = "Several processes (docs/use/multi_gpu.md)";
+    const std::string group = help_group::GPUS;
     app.add_option("--gpus", o.gpus, "start one process on each of this many GPUs of this machine, or on 'all'")
         ->capture_default_str()
         ->group(group)
@@ -524,7 +523,7 @@ void add_launch_options(CLI::App& app, LaunchOptions& o) {
 }
 
 void add_sharding_options(CLI::App& app, ShardingOptions& o) {
-    const std::string group = "Several processes (docs/use/multi_gpu.md)";
+    const std::string group = help_group::GPUS;
     app.add_option("--zero-stage", o.zero_stage,
                    "what the processes shard: 0: nothing; 1: optimizer state and master weights; 2: gradients too; 3: "
                    "weights too (docs/understand/sharding.md)")
@@ -554,7 +553,8 @@ CLI::Option* add_optimizer_option(CLI::App& app, OptimizerType& optimizer) {
             },
             "optimizer of the matrices of the blocks; embeddings, head, norms and biases always use AdamW")
         ->check(CLI::IsMember(names))
-        ->default_str(names[size_t(optimizer)]);
+        ->default_str(names[size_t(optimizer)])
+        ->group(help_group::LEARNING);
 }
 
 CLI::Option* add_optimizer_dtype_option(CLI::App& app, std::string& dtype) {
@@ -564,7 +564,8 @@ CLI::Option* add_optimizer_dtype_option(CLI::App& app, std::string& dtype) {
             "dtype of the optimizer's moments; bf16 is rounded stochastically and saves 4 bytes per weight; with "
             "Muon, which has one moment, 2 per weight of a hidden matrix")
         ->check(CLI::IsMember({"fp32", "bf16"}))
-        ->capture_default_str();
+        ->capture_default_str()
+        ->group(help_group::MEMORY);
 }
 
 CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype) {
@@ -574,7 +575,8 @@ CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype) {
             "dtype in which the gradients of micro-steps add up; a bf16 sum is rounded after each micro-step "
             "(--grad-rounding) and saves 2 bytes per weight, minus 4 per weight of two layers and of the embedding")
         ->check(CLI::IsMember({"fp32", "bf16"}))
-        ->capture_default_str();
+        ->capture_default_str()
+        ->group(help_group::MEMORY);
 }
 
 CLI::Option* add_grad_rounding_option(CLI::App& app, std::string& rounding) {
@@ -584,7 +586,8 @@ CLI::Option* add_grad_rounding_option(CLI::App& app, std::string& rounding) {
                     "bias; 'nearest' adds inside the matmuls, which is faster and needs no memory for two layers, and "
                     "drops terms far smaller than their sum; on one GPU, for up to about 128 micro-steps")
         ->check(CLI::IsMember({"stochastic", "nearest"}))
-        ->capture_default_str();
+        ->capture_default_str()
+        ->group(help_group::MEMORY);
 }
 
 // Some of what can be offloaded, each at most once, or none.
@@ -607,7 +610,8 @@ CLI::Option* add_offload_option(CLI::App& app, std::string& offload) {
             "the master weights; activations: the inputs of blocks until the backward pass (with --recompute block "
             "nothing else is kept); none: nothing. No effect on the CPU")
         ->check(offload_set())
-        ->capture_default_str();
+        ->capture_default_str()
+        ->group(help_group::MEMORY);
 }
 
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
@@ -618,7 +622,8 @@ CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
             "what the backward pass recomputes to save memory: nothing, the output of the MLP's activation function, "
             "the norms too, or the whole block")
         ->check(CLI::IsMember(RECOMPUTE_NAMES))
-        ->default_str("none");
+        ->default_str("none")
+        ->group(help_group::MEMORY);
 }
 
 CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const std::string& description) {
@@ -632,13 +637,16 @@ CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const 
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights) {
     return add_switch(app, "--master-weights", master_weights,
                       "with --dtype bf16: on: the optimizer updates fp32 copies of the weights; off: it updates the "
-                      "bf16 weights with stochastic rounding, which saves 4 bytes per weight");
+                      "bf16 weights with stochastic rounding, which saves 4 bytes per weight")
+        ->group(help_group::MEMORY);
 }
 
 CLI::Option* add_nondeterministic_option(CLI::App& app, bool& nondeterministic) {
-    return app.add_flag("--nondeterministic", nondeterministic,
-                        "with --dtype bf16 on H100 and H200: attention's backward pass sums in any order; this is "
-                        "faster and needs more memory, and two runs may differ in the last bits");
+    return app
+        .add_flag("--nondeterministic", nondeterministic,
+                  "with --dtype bf16 on H100 and H200: attention's backward pass sums in any order; this is "
+                  "faster and needs more memory, and two runs may differ in the last bits")
+        ->group(help_group::SPEED);
 }
 
 CLI::Option* add_too_long_option(CLI::App& app, std::string& too_long) {

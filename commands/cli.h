@@ -17,8 +17,8 @@ struct SamplingFlags {
 
 // Parses args (without program and command name) and turns CLI11's exceptions into UsageError and HelpRequested.
 // Errors in the arguments are listed in the order in which they were typed, before missing options; an unknown option
-// names the one that was probably meant.
-void parse(CLI::App& app, const Args& args);
+// names the one that was probably meant. short_help: as help_text() takes it (commands/help.h).
+void parse(CLI::App& app, const Args& args, const std::vector<std::string>& short_help = {});
 // Parses the options that app knows and ignores all others and all errors.
 void parse_known(CLI::App& app, const Args& args);
 

@@ -23,7 +23,8 @@ struct Command {
 
 // Finds the command, runs it and prints exceptions as one line on stderr. Returns the exit status: 0; 2 for a wrong
 // option or value; 1 for any later error; 141 (128 + SIGPIPE), without a message, if the reader of stdout has gone.
-int run_program(int argc, char** argv, const std::vector<Command>& commands);
+// build: for --version, the lines on the commit and the architectures.
+int run_program(int argc, char** argv, const std::vector<Command>& commands, const std::string& build);
 
 void run_train(const Args& args);
 void run_eval(const Args& args);
@@ -33,6 +34,9 @@ void run_logits(const Args& args);
 void run_plan(const Args& args);
 void run_convert(const Args& args);
 void run_info(const Args& args);
+
+// What --version prints: the version, these lines, and the build as `info` shows it.
+std::string version_text(const std::string& build);
 
 // The options of `train`, for it and for tests.
 TrainOptions parse_train(const Args& args);

@@ -1,8 +1,9 @@
 // The options of fp8 training (docs/use/low_precision.md).
 #include "commands/cli.h"
+#include "commands/help.h"
 
 std::vector<CLI::Option*> add_fp8_options(CLI::App& app, Fp8Options& o) {
-    const std::string group = "fp8 matmuls (docs/use/low_precision.md)";
+    const std::string group = help_group::FP8;
     const CLI::Validator count = at_least(0);
     std::vector<CLI::Option*> options = {
         app.add_option_function<std::string>(

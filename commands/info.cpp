@@ -26,6 +26,8 @@ using nlohmann::ordered_json;
 
 namespace {
 
+constexpr char VERSION[] = "0.9.0";
+
 struct InfoOptions {
     std::string path;  // empty: show the build
     int64_t show = 0;  // examples of a data directory to print
@@ -177,6 +179,14 @@ void print(const ordered_json& value, const std::string& prefix) {
 }
 
 }  // namespace
+
+std::string version_text(const std::string& build) {
+    std::string text = str("train_gpt ", VERSION, "\n", build);
+    const ordered_json info = build_info();
+    for (const auto& [key, value] : info.items())
+        text += str(key, " ", value.is_string() ? value.get<std::string>() : value.dump(), "\n");
+    return text;
+}
 
 void run_info(const Args& args) {
     const InfoOptions o = parse_info(args);

@@ -1,8 +1,9 @@
 // The options of LoRA adapters.
 #include "commands/cli.h"
+#include "commands/help.h"
 
 CLI::Option* add_lora_options(CLI::App& app, LoraOptions& o) {
-    const std::string group = "LoRA adapters (docs/use/finetuning.md)";
+    const std::string group = help_group::LORA;
     CLI::Option* const rank =
         app.add_option("--lora-rank", o.rank, "train adapters of this rank; the model's own weights are frozen")
             ->check(at_least(1))

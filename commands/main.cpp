@@ -4,6 +4,8 @@
 #include "runtime/limits.h"
 #include "runtime/signals.h"
 
+extern const char BUILD_LINES[];  // of a source that make writes
+
 namespace {
 
 // Runs before the constructors of all libraries.
@@ -34,6 +36,6 @@ int main(int argc, char** argv) {
                                            {"info", "show what a file, a checkpoint or this program is", run_info}};
     return with_enough_stack([&] {
         bound_threads();
-        return run_program(argc, argv, commands);
+        return run_program(argc, argv, commands, BUILD_LINES);
     });
 }

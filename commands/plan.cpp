@@ -19,7 +19,7 @@ namespace {
 struct PlanOptions : RunOptions {
     int64_t world = 1;
     std::string gpu;  // a part of its name; empty: this program's device
-    bool inference = false, generate = false, json = false, verbose = false, fit = false;
+    bool inference = false, generate = false, json = false, verbose = false;
 };
 
 // The GPU that a plan with --gpu or --gpu-memory is for; null: this program's device. --gpu-memory does not
@@ -74,7 +74,9 @@ PlanOptions parse_plan(const Args& args) {
     generate->excludes(fit);
     app.add_flag("--verbose", o.verbose, "list every activation with its lifetime: its first and last phase of a step");
     app.add_flag("--json", o.json, "print one JSON object");
-    parse(app, args);
+    parse(app, args,
+          {"--model", "--batch-size", "--seq-len", "--dtype", "--optimizer", "--recompute", "--lora-rank", "--qlora",
+           "--zero-stage", "--world", "--gpu", "--gpu-memory", "--fit", "--inference", "--generate", "--json"});
     o.model.for_gpu = !o.gpu.empty() || o.gpu_memory;
     const Gpu* const gpu = planned_gpu(o);
     if (!o.inference && !o.generate)

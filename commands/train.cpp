@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "commands/cli.h"
+#include "commands/help.h"
 #include "driver/trainer.h"
 #include "kernels/muon.h"
 #include "runtime/device/device.h"
@@ -13,65 +14,75 @@
 
 namespace {
 
-// The learning rates and their schedule, and the optimizer.
-void add_optimizer_options(CLI::App& app, TrainOptions& o) {
-    const CLI::Validator fraction = number_in(0.0, 1.0);
-    const CLI::Validator rate = number_in(0.0, 1e6);
+void add_length_options(CLI::App& app, TrainOptions& o) {
+    const CLI::Validator positive = at_least(1);
+    const std::string group = help_group::LENGTH;
+    app.add_option("--steps", o.steps,
+                   "total number of optimizer steps; default: 1000 from scratch, 3 epochs from a checkpoint")
+        ->check(positive)
+        ->group(group);
+    app.add_option("--epochs", o.epochs,
+                   "instead of --steps: passes over the training sequences, of the first directory of --data")
+        ->check(number_in(1e-6, 1e6))
+        ->group(group);
+    app.add_option("--batch-size", o.batch_size, "sequences per process and micro-step")
+        ->check(positive)
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str()->group(group);
+    app.add_option("--total-batch-tokens", o.total_batch_tokens,
+                   "tokens per optimizer step over all processes; default: batch-size x seq-len x processes")
+        ->check(positive)
+        ->group(group);
+}
+
+void add_learning_options(CLI::App& app, TrainOptions& o) {
+    const std::string group = help_group::LEARNING;
+    const auto add_rate = [&](const char* name, auto& value, const std::string& description) {
+        return app.add_option(name, value, description)->check(number_in(0.0, 1e6))->group(group);
+    };
+    const auto add_fraction = [&](const char* name, auto& value, double largest, const char* description) {
+        app.add_option(name, value, description)->check(number_in(0.0, largest))->capture_default_str()->group(group);
+    };
+    add_rate("--lr", o.lr,
+             "peak learning rate; default: 6e-4 from scratch, 2e-5 from a checkpoint, 2e-4 for LoRA adapters; with "
+             "--optimizer muon 0.02, 6.7e-4 and 5e-3");
     add_optimizer_option(app, o.optimizer);
-    add_optimizer_dtype_option(app, o.optimizer_dtype);
-    add_grad_dtype_option(app, o.grad_dtype);
-    add_grad_rounding_option(app, o.grad_rounding);
-    add_offload_option(app, o.offload);
-    app.add_option("--lr", o.lr,
-                   "peak learning rate; default: 6e-4; with --optimizer muon 0.02, or 5e-3 for LoRA adapters")
-        ->check(rate);
     const std::string other = "; default: --lr, with --optimizer muon ";
-    app.add_option("--embedding-lr", o.embedding_lr,
-                   "peak learning rate of the embeddings" + other + "5e-3, or 0.1 if they start large (--init fan-in)")
-        ->check(rate);
-    app.add_option("--head-lr", o.head_lr, "peak learning rate of an output head that is not tied" + other + "5e-3")
-        ->check(rate);
-    app.add_option("--vector-lr", o.vector_lr, "peak learning rate of norms, biases and decay gates" + other + "1e-2")
-        ->check(rate);
+    add_rate("--embedding-lr", o.embedding_lr,
+             "peak learning rate of the embeddings" + other + "5e-3, or 0.1 if they start large (--init fan-in)");
+    add_rate("--head-lr", o.head_lr, "peak learning rate of an output head that is not tied" + other + "5e-3");
+    add_rate("--vector-lr", o.vector_lr, "peak learning rate of norms, biases and decay gates" + other + "1e-2");
     app.add_option("--schedule", "learning rate after the warmup; wsd: constant, then linear decay")
         ->type_name("TEXT")
         ->check(CLI::IsMember(SCHEDULE_NAMES))
         ->default_str("cosine")
-        ->each([&o](const std::string& name) { o.schedule = enum_of<Schedule>(SCHEDULE_NAMES, name); });
-    app.add_option("--warmup", o.warmup, "steps of linear warmup; default: 5% of --steps")->check(at_least(0));
-    app.add_option("--final-lr", o.final_lr, "learning rate of the last step, as a fraction of the peak")
-        ->check(fraction)
+        ->each([&o](const std::string& name) { o.schedule = enum_of<Schedule>(SCHEDULE_NAMES, name); })
+        ->group(group);
+    app.add_option("--warmup", o.warmup, "steps of linear warmup; default: 5% of all steps, 3% from a checkpoint")
+        ->check(at_least(0))
+        ->group(group);
+    add_fraction("--final-lr", o.final_lr, 1, "learning rate of the last step, as a fraction of the peak");
+    add_fraction("--decay-fraction", o.decay_fraction, 1,
+                 "wsd: fraction of the steps after the warmup in which the learning rate decays");
+    add_rate("--weight-decay", o.weight_decay,
+             "decoupled weight decay of matrices (not of biases and norms); default: 0.1, 0 from a checkpoint");
+    add_rate("--grad-clip", o.grad_clip, "clip the global gradient norm to this; 0: off")->capture_default_str();
+    add_rate("--spike-factor", o.spike_factor,
+             "skip the update of a step whose gradient norm is more than this times the median of the last 63; 0: "
+             "never")
         ->capture_default_str();
-    app.add_option("--decay-fraction", o.decay_fraction,
-                   "wsd: fraction of the steps after the warmup in which the learning rate decays")
-        ->check(fraction)
-        ->capture_default_str();
-    app.add_option("--weight-decay", o.weight_decay, "decoupled weight decay of matrices (not of biases and norms)")
-        ->check(rate)
-        ->capture_default_str();
-    app.add_option("--grad-clip", o.grad_clip, "clip the global gradient norm to this; 0: off")
-        ->check(rate)
-        ->capture_default_str();
-    app.add_option(
-           "--spike-factor", o.spike_factor,
-           "skip the update of a step whose gradient norm is more than this times the median of the last 63; 0: "
-           "never")
-        ->check(rate)
-        ->capture_default_str();
-    app.add_option("--beta1", o.elementwise.adamw.beta1, "AdamW's decay rate of the first moment")
-        ->check(number_in(0.0, 0.9999999))
-        ->capture_default_str();
-    app.add_option("--beta2", o.elementwise.adamw.beta2, "AdamW's decay rate of the second moment")
-        ->check(number_in(0.0, 0.9999999))
-        ->capture_default_str();
+    add_fraction("--beta1", o.elementwise.adamw.beta1, 0.9999999, "AdamW's decay rate of the first moment");
+    add_fraction("--beta2", o.elementwise.adamw.beta2, 0.9999999, "AdamW's decay rate of the second moment");
     app.add_option("--adam-eps", o.elementwise.adamw.eps,
                    "AdamW's epsilon, which is added to the root of the second moment")
         ->check(number_in(1e-30, 1.0))
-        ->capture_default_str();
+        ->capture_default_str()
+        ->group(group);
 }
 
 void add_muon_options(CLI::App& app, MuonFlags& o) {
-    const std::string group = "Muon (docs/use/training.md)";
+    const std::string group = help_group::MUON;
     app.add_option("--momentum", o.momentum, "Muon's momentum; default: 0.95")
         ->check(number_in(0.0, 0.9999999))
         ->group(group);
@@ -123,38 +134,116 @@ void check_optimizer_options(const TrainOptions& o) {
         throw UsageError("--lr 0: the other learning rates are scaled with it; give it a positive value");
 }
 
-std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
-    auto app = std::make_unique<CLI::App>(
-        "Trains a model and writes a run directory: run.toml, log.jsonl and checkpoints.", "train_gpt train");
-    const CLI::Validator positive = at_least(1);
+void add_memory_options(CLI::App& app, TrainOptions& o) {
+    add_gpu_memory_option(app, o.gpu_memory,
+                          "take at most this much of the GPU's memory, the CUDA context included, as in 24GiB");
+    app.add_flag("--fit", o.fit, "take the first options for memory, and a batch size, with which the run fits")
+        ->configurable(false)
+        ->group(help_group::MEMORY);
+    add_recompute_option(app, o.recompute);
+    add_master_weights_option(app, o.master_weights);
+    add_optimizer_dtype_option(app, o.optimizer_dtype);
+    add_grad_dtype_option(app, o.grad_dtype);
+    add_grad_rounding_option(app, o.grad_rounding);
+    add_offload_option(app, o.offload);
+}
+
+void add_report_options(CLI::App& app, TrainOptions& o) {
     const CLI::Validator count = at_least(0);
-    add_model_options(*app, o.model, true);
-    app->add_option(
-           "--data", o.data,
-           "directory with train_*.bin and val_*.bin, as 'make data' writes it; or several directories with their "
-           "shares of the training sequences, as in web:0.7,code:0.3")
-        ->required();
-    app->add_option("--new-data", o.new_data,
-                    "with --resume: go on with this data, in the form of --data, instead of the run's")
-        ->configurable(false);
-    app->add_option("--out", o.out, "run directory to write")->required();
-    app->add_option("--steps", o.steps, "total number of optimizer steps")->check(positive)->capture_default_str();
-    app->add_option("--batch-size", o.batch_size, "sequences per process and micro-step")
+    const std::string group = help_group::REPORTS;
+    app.add_option("--eval-every", o.eval_every,
+                   "steps between evaluations on the validation split; 0: only at the end")
+        ->check(count)
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--eval-tokens", o.eval_tokens, "validation tokens per evaluation; 0: the whole split")
+        ->check(count)
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--eval-multiple-choice", o.eval_multiple_choice,
+                   "file of questions, as for eval --multiple-choice, to answer at each evaluation")
+        ->group(group);
+    app.add_option("--sample-every", o.sample_every, "steps between samples, which are printed and logged; 0: none")
+        ->check(count)
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--sample-prompts", o.sample_prompts,
+                   "file of prompts, separated by lines of ---, that --sample-every completes; with data made by a "
+                   "chat template each is a user turn")
+        ->group(group);
+    app.add_flag("--measure-peak", o.measure_peak,
+                 "time a large matmul at the start and also log each step's FLOP/s as a fraction of the matmul's")
+        ->group(group);
+    app.add_option("--profile", o.profile,
+                   "print how long each part of this step takes; nsys (-c cudaProfilerApi) and ncu "
+                   "(--profile-from-start off) record only this step")
+        ->check(at_least(1))
+        ->configurable(false)
+        ->group(group);
+}
+
+void add_saving_options(CLI::App& app, TrainOptions& o) {
+    const CLI::Validator positive = at_least(1);
+    const std::string group = help_group::SAVING;
+    app.add_option("--save-every", o.save_every, "steps between checkpoints; 0: only at the end")
+        ->check(at_least(0))
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--keep", o.keep, "number of newest checkpoints to keep; the best one is kept too")
         ->check(positive)
-        ->capture_default_str();
-    app->add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
-    app->add_option("--total-batch-tokens", o.total_batch_tokens,
-                    "tokens per optimizer step over all processes; default: batch-size x seq-len x processes")
-        ->check(positive);
-    add_optimizer_options(*app, o);
-    add_muon_options(*app, o.muon);
-    add_recompute_option(*app, o.recompute);
-    add_master_weights_option(*app, o.master_weights);
-    add_switch(
-        *app, "--gemm-tune", o.gemm_tune,
-        "on: time the GPU library's algorithms and our own GEMMs for each matmul and use the fastest; off: use the "
-        "library's default. No effect on the CPU");
-    app->add_option_function<std::string>(
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--save-dtype", o.save_dtype,
+                   "dtype of the exported model in a checkpoint. With bf16 the fp32 weights are kept beside it")
+        ->check(CLI::IsMember({"fp32", "bf16"}))
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--on-save-error", o.on_save_error,
+                   "continue: if a checkpoint cannot be written, print the error and go on; stop: end the run. The "
+                   "run always ends if the last one cannot be written")
+        ->check(CLI::IsMember({"continue", "stop"}))
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--max-skips", o.max_skips,
+                   "stop after this many consecutive skipped steps (loss or gradient not finite, or a spike)")
+        ->check(positive)
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--step-timeout", o.step_timeout,
+                   "end the run if a step, a batch of an evaluation or a checkpoint takes more than this many "
+                   "seconds; 0: never")
+        ->check(number_in(0.0, 1e9))
+        ->capture_default_str()
+        ->group(group);
+}
+
+void add_data_options(CLI::App& app, TrainOptions& o) {
+    const std::string group = help_group::DATA;
+    app.add_option("--new-data", o.new_data,
+                   "with --resume: go on with this data, in the form of --data, instead of the run's")
+        ->configurable(false)
+        ->group(group);
+    app.add_option("--pack", o.pack,
+                   "examples: training sequences hold whole examples, and attention does not cross them; none: "
+                   "sequences of fixed length, which cut examples; default: examples, if the data is made from "
+                   "conversations")
+        ->check(CLI::IsMember({"examples", "none"}))
+        ->group(group);
+    add_too_long_option(app, o.too_long)->group(group);
+    app.add_flag("--document-mask", o.document_mask, "attention and positions do not cross end-of-text tokens")
+        ->group(group);
+    app.add_flag("--overfit-one-batch", o.overfit_one_batch,
+                 "train on the first batch in every step: the loss of a correct model goes to 0")
+        ->group(group);
+}
+
+void add_speed_options(CLI::App& app, TrainOptions& o) {
+    const std::string group = help_group::SPEED;
+    add_switch(app, "--gemm-tune", o.gemm_tune,
+               "on: time the GPU library's algorithms and our own GEMMs for each matmul and use the fastest; off: use "
+               "the library's default. No effect on the CPU")
+        ->group(group);
+    app.add_option_function<std::string>(
            "--activation-epilogue,--gelu-epilogue",
            [&o](const std::string& name) {
                o.activation_epilogue = enum_of<ActivationEpilogue>(ACTIVATION_EPILOGUE_NAMES, name);
@@ -163,83 +252,67 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
            "matmul of the backward pass (both), or only the gradient (backward), where that is faster. For GELU, "
            "--recompute activation and norms turn both into backward")
         ->check(CLI::IsMember({"both", "backward", "off"}))
-        ->default_str("both");
-    add_fp8_options(*app, o.fp8);
-    add_lora_options(*app, o.lora);
-    add_nondeterministic_option(*app, o.nondeterministic);
-    add_gpu_memory_option(*app, o.gpu_memory,
-                          "take at most this much of the GPU's memory, the CUDA context included, as in 24GiB");
-    app->add_flag("--measure-peak", o.measure_peak,
-                  "time a large matmul at the start and also log each step's FLOP/s as a fraction of the matmul's");
-    app->add_option("--profile", o.profile,
-                    "print how long each part of this step takes; nsys (-c cudaProfilerApi) and ncu "
-                    "(--profile-from-start off) record only this step")
-        ->check(positive)
-        ->configurable(false);
+        ->default_str("both")
+        ->group(group);
+    add_nondeterministic_option(app, o.nondeterministic);
+}
+
+std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
+    auto app = std::make_unique<CLI::App>(
+        "Trains a model and writes a run directory: run.toml, log.jsonl and checkpoints.", "train_gpt train");
+    add_model_options(*app, o.model, true);
     app->add_option(
-           "--pack", o.pack,
-           "examples: training sequences hold whole examples, and attention does not cross them; none: sequences "
-           "of fixed length, which cut examples; default: examples, if the data is made from conversations")
-        ->check(CLI::IsMember({"examples", "none"}));
-    add_too_long_option(*app, o.too_long);
-    app->add_flag("--document-mask", o.document_mask, "attention and positions do not cross end-of-text tokens");
-    app->add_flag("--overfit-one-batch", o.overfit_one_batch,
-                  "train on the first batch in every step: the loss of a correct model goes to 0");
-    app->add_option("--eval-every", o.eval_every,
-                    "steps between evaluations on the validation split; 0: only at the end")
-        ->check(count)
-        ->capture_default_str();
-    app->add_option("--eval-tokens", o.eval_tokens, "validation tokens per evaluation; 0: the whole split")
-        ->check(count)
-        ->capture_default_str();
-    app->add_option("--eval-multiple-choice", o.eval_multiple_choice,
-                    "file of questions, as for eval --multiple-choice, to answer at each evaluation");
-    app->add_option("--sample-every", o.sample_every, "steps between samples, which are printed and logged; 0: none")
-        ->check(count)
-        ->capture_default_str();
-    app->add_option(
-        "--sample-prompts", o.sample_prompts,
-        "file of prompts, separated by lines of ---, that --sample-every completes; with data made by a chat "
-        "template each is a user turn");
-    app->add_option("--save-every", o.save_every, "steps between checkpoints; 0: only at the end")
-        ->check(count)
-        ->capture_default_str();
-    app->add_option("--keep", o.keep, "number of newest checkpoints to keep; the best one is kept too")
-        ->check(positive)
-        ->capture_default_str();
-    app->add_option("--save-dtype", o.save_dtype,
-                    "dtype of the exported model in a checkpoint. With bf16 the fp32 weights are kept beside it")
-        ->check(CLI::IsMember({"fp32", "bf16"}))
-        ->capture_default_str();
-    app->add_option("--on-save-error", o.on_save_error,
-                    "continue: if a checkpoint cannot be written, print the error and go on; stop: end the run. The "
-                    "run always ends if the last one cannot be written")
-        ->check(CLI::IsMember({"continue", "stop"}))
-        ->capture_default_str();
-    app->add_option("--max-skips", o.max_skips,
-                    "stop after this many consecutive skipped steps (loss or gradient not finite, or a spike)")
-        ->check(positive)
-        ->capture_default_str();
-    app->add_option(
-           "--step-timeout", o.step_timeout,
-           "end the run if a step, a batch of an evaluation or a checkpoint takes more than this many seconds; 0: "
-           "never")
-        ->check(number_in(0.0, 1e9))
-        ->capture_default_str();
+           "--data", o.data,
+           "directory with train_*.bin and val_*.bin, as 'make data' writes it; or several directories with their "
+           "shares of the training sequences, as in web:0.7,code:0.3")
+        ->required();
+    app->add_option("--out", o.out, "run directory to write")->required();
     app->add_flag(
            "--resume", o.resume,
            "continue from the newest checkpoint in --out, with its options unless others are given; needs neither "
            "--model nor --data")
         ->configurable(false);
-    app->add_option("--seed", o.seed, "seed of the initial weights and of the order of the data")
-        ->check(at_least(0))
-        ->capture_default_str();
-    add_sharding_options(*app, o.sharding);
-    add_launch_options(*app, o.launch);
     app->set_config("--config", "", "TOML file to read options from; the command line overrides it")
         ->configurable(false);
     app->allow_config_extras(CLI::config_extras_mode::error);
+    app->add_option("--seed", o.seed, "seed of the initial weights and of the order of the data")
+        ->check(at_least(0))
+        ->capture_default_str();
+    add_length_options(*app, o);
+    add_learning_options(*app, o);
+    add_lora_options(*app, o.lora);
+    add_memory_options(*app, o);
+    add_report_options(*app, o);
+    add_saving_options(*app, o);
+    add_launch_options(*app, o.launch);
+    add_sharding_options(*app, o.sharding);
+    add_data_options(*app, o);
+    add_muon_options(*app, o.muon);
+    add_fp8_options(*app, o.fp8);
+    add_speed_options(*app, o);
     return app;
+}
+
+// What most runs need: the help without a topic.
+const std::vector<std::string> SHORT_HELP = {
+    "--model", "--data",       "--out",          "--resume",     "--config",
+    "--steps", "--epochs",     "--batch-size",   "--seq-len",    "--total-batch-tokens",
+    "--lr",    "--lora-rank",  "--qlora",        "--dtype",      "--gpu-memory",
+    "--fit",   "--eval-every", "--sample-every", "--save-every", "--gpus"};
+
+// --steps and --epochs say the same. What is typed wins over a configuration file, as run.toml of a resumed run.
+void settle_length(TrainOptions& o, const Args& args) {
+    const auto typed = [&](const std::string& name) {
+        return std::any_of(args.begin(), args.end(),
+                           [&](const std::string& arg) { return arg.substr(0, arg.find('=')) == name; });
+    };
+    if (!o.steps || o.epochs == 0) return;
+    if (typed("--steps") == typed("--epochs"))
+        throw UsageError("--steps and --epochs both say how long the run is; leave one of them out");
+    if (typed("--steps"))
+        o.epochs = 0;
+    else
+        o.steps = 0;
 }
 
 // A run that was killed before its first checkpoint has only run.toml, and starts again.
@@ -271,11 +344,16 @@ TrainOptions parse_train(const Args& args) {
         if (has_data->count()) throw UsageError("--new-data takes the place of --data; give one of them");
         if (first.new_data.empty()) throw UsageError("--new-data: the value is empty; name a directory");
     }
+    if (args.empty())
+        throw UsageError(
+            "name a model, data and a run directory; after 'make train' for example: ./train_gpt train "
+            "--model gpt2-tiny --data data/tokens/quickstart --out runs/first --steps 200");
     Args all = args;
     const std::string stored = join_path(first.out, "run.toml");
     if (first.resume && !first.out.empty()) check_resumable(first.out, path_exists(stored));
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
-    parse(*app, all);
+    parse(*app, all, SHORT_HELP);
+    settle_length(o, args);
     if (!o.new_data.empty()) o.data = o.new_data;
     if (!o.launch.rendezvous.empty()) {  // also where one process does not use it
         try {
@@ -302,7 +380,7 @@ TrainOptions parse_train(const Args& args) {
     // CLI11 writes options that were not given and have no default as `name=""`: leave them out.
     std::istringstream lines(app->config_to_str(true, false));
     for (std::string line; std::getline(lines, line);) {
-        if (!ends_with(line, "=\"\"")) o.toml += line + "\n";
+        if (!ends_with(line, "=\"\"") && !starts_with(line, "epochs=")) o.toml += line + "\n";  // steps say it
     }
     return o;
 }
@@ -326,6 +404,10 @@ void run_train(const Args& args) {
         std::cerr << setup.o.out << " is done: step " << setup.resume.step << " of " << setup.o.steps
                   << "; raise --steps to continue\n";
         return;
+    }
+    if (setup.o.fit) {
+        const std::string chosen = fit_run(setup, ctx);
+        if (ctx.rank == 0) std::cerr << chosen;
     }
     Trainer trainer(ctx, std::move(setup), std::move(lock));
     train(trainer);

@@ -123,6 +123,10 @@ void check_shape(int64_t B, int64_t T) {
 
 }  // namespace
 
+int64_t num_training_sequences(const TrainingSource& source, int64_t T) {
+    return source.packing ? source.packing->num_sequences() : (source.files->size() - 1) / T;
+}
+
 Loader::Loader(std::vector<TrainingSource> sources_, const LoaderOptions& options_, int64_t first_step)
     : sources(std::move(sources_)), options(options_), mixture(weights_of(sources)) {
     const LoaderOptions& o = options;
@@ -143,7 +147,7 @@ Loader::Loader(std::vector<TrainingSource> sources_, const LoaderOptions& option
         const Packing* const packing = source.packing;
         require(!packing || (packing->seq_len() == o.T && !o.documents), "loader: a packing of sequences of ",
                 packing ? packing->seq_len() : 0, " tokens for sequences of ", o.T);
-        training_sequences.push_back(packing ? packing->num_sequences() : (source.files->size() - 1) / o.T);
+        training_sequences.push_back(::num_training_sequences(source, o.T));
         require(training_sequences.back() > 0, source.files->pattern(), ": ", source.files->size(),
                 " tokens are fewer than one training sequence of ", o.T, " + 1; use more text or a shorter --seq-len");
         if (packing) in_sequence = std::max(in_sequence, packing->max_examples() + 1);

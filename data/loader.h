@@ -65,6 +65,9 @@ struct TrainingSource {
     TrainingSource(const TokenFiles& f, const Packing* p = nullptr, int64_t w = 1) : files(&f), packing(p), weight(w) {}
 };
 
+// Training sequences of T tokens in a source.
+int64_t num_training_sequences(const TrainingSource& source, int64_t T);
+
 // Prepares the next batches on a separate thread.
 class Loader {
   public:

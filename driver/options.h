@@ -95,17 +95,22 @@ struct RunOptions {
     LoraOptions lora;
     ShardingOptions sharding;
     int64_t gpu_memory = 0;  // bytes of the GPU that the run may take; 0: all
+    bool fit = false;        // add options with which the run fits into memory
 };
 
 struct TrainOptions : RunOptions {
     std::string data, new_data, out;  // data: of --new-data where that is given
-    int64_t steps = 1000;
+    // What is not given here, check_training() chooses: another length, and other rates, where a run starts from a
+    // checkpoint than where it starts from scratch.
+    int64_t steps = 0;  // 0: as many as `epochs` take
+    double epochs = 0;  // 0: not given; of the first data directory, counted from where the run begins to use it
     int64_t total_batch_tokens = 0;                              // 0: batch_size · seq_len
     std::optional<double> lr, embedding_lr, head_lr, vector_lr;  // learning_rates() has the defaults
     double final_lr = 0.1, decay_fraction = 0.2;
     Schedule schedule = Schedule::Cosine;
-    int64_t warmup = -1;  // -1: a twentieth of the steps
-    double weight_decay = 0.1, grad_clip = 1, spike_factor = 0;
+    int64_t warmup = -1;  // -1: a fraction of the steps
+    std::optional<double> weight_decay;
+    double grad_clip = 1, spike_factor = 0;
     ElementwiseOptions elementwise;  // less the seed
     MuonFlags muon;
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;

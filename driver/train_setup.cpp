@@ -17,8 +17,43 @@
 
 using nlohmann::json;
 
+namespace {
+
+// What a run does that does not say otherwise. Pretrained weights want small steps and few of them: with the rates of a
+// run from scratch they forget more than the new text teaches (docs/use/finetuning.md has the measurements).
+struct Defaults {
+    double lr, lora_lr;                   // AdamW's
+    int64_t steps;                        // 0: epochs
+    double epochs, warmup, weight_decay;  // warmup: a fraction of the steps
+};
+constexpr Defaults FROM_SCRATCH = {6e-4, 6e-4, 1000, 0, 0.05, 0.1}, FROM_CHECKPOINT = {2e-5, 2e-4, 0, 3, 0.03, 0};
+
+Mixture mixture_of(const std::vector<TrainingData>& data) {
+    std::vector<int64_t> weights;
+    for (const TrainingData& d : data) weights.push_back(d.weight);
+    return Mixture(weights);
+}
+
+// Sets `key = value` in the text of run.toml, in place of the line that is there.
+void set_toml(std::string& toml, const std::string& key, const std::string& value) {
+    size_t begin = 0;
+    while (begin < toml.size() && toml.compare(begin, key.size() + 1, key + "=") != 0) {
+        const size_t end = toml.find('\n', begin);
+        begin = end == std::string::npos ? toml.size() : end + 1;
+    }
+    size_t end = toml.find('\n', begin);
+    end = end == std::string::npos ? toml.size() : end + 1;
+    toml.replace(begin, end - begin, key + "=" + value + "\n");
+}
+
+const Defaults& defaults_of(const TrainSetup& s) {
+    return s.source.directory.empty() ? FROM_SCRATCH : FROM_CHECKPOINT;
+}
+
+}  // namespace
+
 LearningRates learning_rates(const TrainOptions& o) {
-    const double lr = o.lr.value_or(6e-4);
+    const double lr = o.lr.value_or(FROM_SCRATCH.lr);
     return {lr, o.embedding_lr.value_or(lr), o.head_lr.value_or(lr), o.vector_lr.value_or(lr)};
 }
 
@@ -28,7 +63,7 @@ OptimizerOptions optimizer_options(const TrainOptions& o) {
     options.adamw.seed = o.seed;
     const LearningRates rates = learning_rates(o);
     for (size_t g = 0; g < NUM_RATE_GROUPS; g++) {
-        const double decay = g ? o.muon.adam_weight_decay.value_or(o.weight_decay) : o.weight_decay;
+        const double all = o.weight_decay.value_or(0), decay = g ? o.muon.adam_weight_decay.value_or(all) : all;
         options.rates[g] = {float(rates[0] > 0 ? rates[g] / rates[0] : 1), float(decay)};
     }
     options.muon.newton_schulz =
@@ -72,6 +107,12 @@ bool TrainSetup::evaluates() const {
 
 bool TrainSetup::packs() const {
     return std::any_of(data.begin(), data.end(), [](const TrainingData& d) { return d.train_packing != nullptr; });
+}
+
+double TrainSetup::epochs_per_step() const {
+    const Mixture mixture = mixture_of(data);
+    const double sequences = double(num_training_sequences(sources()[0], o.seq_len));
+    return double(o.total_batch_tokens / o.seq_len) * double(mixture.share(0)) / double(mixture.period()) / sequences;
 }
 
 std::vector<TrainingSource> TrainSetup::sources() const {
@@ -132,12 +173,6 @@ std::string fingerprint(const std::vector<TrainingData>& data, const Mixture& mi
     return all;
 }
 
-Mixture mixture_of(const std::vector<TrainingData>& data) {
-    std::vector<int64_t> weights;
-    for (const TrainingData& d : data) weights.push_back(d.weight);
-    return Mixture(weights);
-}
-
 // Opens the directories of --data. All must have one tokenizer.
 std::vector<TrainingData> open_training_data(const std::string& option) {
     std::vector<TrainingData> all;
@@ -156,18 +191,6 @@ std::vector<TrainingData> open_training_data(const std::string& option) {
                 "; make one of them again with TOKENIZER=", first.path);
     }
     return all;
-}
-
-// Sets `key = value` in the text of run.toml, in place of the line that is there.
-void set_toml(std::string& toml, const std::string& key, const std::string& value) {
-    size_t begin = 0;
-    while (begin < toml.size() && toml.compare(begin, key.size() + 1, key + "=") != 0) {
-        const size_t end = toml.find('\n', begin);
-        begin = end == std::string::npos ? toml.size() : end + 1;
-    }
-    size_t end = toml.find('\n', begin);
-    end = end == std::string::npos ? toml.size() : end + 1;
-    toml.replace(begin, end - begin, key + "=" + value + "\n");
 }
 
 // The nearest multiples of a micro-step's tokens, for the remedy in an error message.
@@ -219,28 +242,30 @@ void check_lora(const LoraOptions& lora, const ModelSource& source) {
 // Muon's spectral updates have singular values of about 1, whatever the matrix, and take a larger rate than AdamW.
 // AdamW moves each weight by about its rate, so embeddings that start with a standard deviation of 1 take a larger one
 // than those that start with 0.02. All four are the best of a sweep (docs/understand/learning.md). Adapters, which all
-// are hidden matrices, learn better with a smaller rate (docs/use/finetuning.md). Nothing: learning_rates() has them.
-std::optional<LearningRates> default_rates(const TrainSetup& s) {
+// are hidden matrices, learn better with a smaller rate (docs/use/finetuning.md). From a checkpoint all are smaller by
+// the factor of AdamW's.
+LearningRates default_rates(const TrainSetup& s) {
+    const Defaults& d = defaults_of(s);
+    const double adamw = s.o.lora.on() ? d.lora_lr : d.lr, factor = d.lr / FROM_SCRATCH.lr;
     switch (s.o.optimizer) {
         case OptimizerType::AdamW:
             break;
         case OptimizerType::Muon:
             if (s.o.muon.rms_scale()) break;
-            return LearningRates{s.o.lora.on() ? 5e-3 : 0.02, s.source.config.init == Init::FanIn ? 0.1 : 5e-3, 5e-3,
-                                 1e-2};
+            return {s.o.lora.on() ? 5e-3 : 0.02 * factor, factor * (s.source.config.init == Init::FanIn ? 0.1 : 5e-3),
+                    5e-3 * factor, 1e-2 * factor};
     }
-    return {};
+    return {adamw, adamw, adamw, adamw};
 }
 
-// A resumed run keeps its rates.
+// A resumed run keeps its rates. With AdamW those that are not given follow --lr.
 void set_default_rates(TrainSetup& s) {
-    if (const std::optional<LearningRates> defaults = default_rates(s)) {
-        const LearningRates rates = s.resume.learning_rates.value_or(*defaults);
-        std::optional<double>* const options[] = {&s.o.lr, &s.o.embedding_lr, &s.o.head_lr, &s.o.vector_lr};
-        const size_t trained = s.o.lora.on() ? 1 : NUM_RATE_GROUPS;
-        for (size_t g = 0; g < trained; g++)
-            if (!*options[g]) *options[g] = rates[g];
-    }
+    const LearningRates defaults = s.resume.learning_rates.value_or(default_rates(s));
+    std::optional<double>* const options[] = {&s.o.lr, &s.o.embedding_lr, &s.o.head_lr, &s.o.vector_lr};
+    const bool of_muon = s.o.optimizer == OptimizerType::Muon && !s.o.muon.rms_scale();
+    const size_t own = of_muon && !s.o.lora.on() ? NUM_RATE_GROUPS : 1;
+    for (size_t g = 0; g < own; g++)
+        if (!*options[g]) *options[g] = defaults[g];
     const LearningRates rates = learning_rates(s.o);
     const char* const names[] = {"lr", "embedding-lr", "head-lr", "vector-lr"};
     for (size_t g = 0; g < NUM_RATE_GROUPS; g++) {
@@ -248,6 +273,41 @@ void set_default_rates(TrainSetup& s) {
         if (g == 0 || (rates[g] != rates[0] && !(is_head && s.source.config.tied)))
             set_toml(s.o.toml, names[g], str(rates[g]));
     }
+}
+
+// The length of the run, the warmup and the weight decay, where they are not given.
+void set_defaults(TrainSetup& s) {
+    const Defaults& d = defaults_of(s);
+    const bool new_lr = !s.o.lr, new_length = !s.o.steps && s.o.epochs == 0, new_warmup = s.o.warmup < 0;
+    const bool new_decay = !s.o.weight_decay;
+    if (new_length) {
+        s.o.steps = d.steps;
+        s.o.epochs = d.epochs;
+    }
+    if (!s.o.steps) {
+        const double steps = std::ceil(s.o.epochs / s.epochs_per_step());
+        require(steps < 0x1p40, "--epochs ", s.o.epochs, ": that is more than 2^40 steps; lower it");
+        s.o.steps = s.data_use.first_step + std::max<int64_t>(int64_t(steps), 1);
+    }
+    if (new_warmup) s.o.warmup = int64_t(d.warmup * double(s.o.steps));
+    if (new_decay) s.o.weight_decay = d.weight_decay;
+    set_toml(s.o.toml, "steps", std::to_string(s.o.steps));
+    set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
+    set_toml(s.o.toml, "weight-decay", str(*s.o.weight_decay));
+    set_default_rates(s);
+    if (&d == &FROM_SCRATCH || !(new_lr || new_length || new_warmup || new_decay)) return;
+    std::string chosen, from_scratch;
+    const auto add = [&](bool is_new, const std::string& what, const std::string& otherwise) {
+        if (!is_new) return;
+        chosen += " " + what;
+        from_scratch += (from_scratch.empty() ? "" : ", ") + otherwise;
+    };
+    const char* const unlike = s.o.optimizer == OptimizerType::Muon ? "Muon's rates" : "6e-4";
+    add(new_lr, str("--lr ", *s.o.lr), unlike);
+    add(new_length, str("--epochs ", s.o.epochs), str(FROM_SCRATCH.steps, " steps"));
+    add(new_warmup, str("--warmup ", s.o.warmup), str(100 * FROM_SCRATCH.warmup, "% warmup"));
+    add(new_decay, str("--weight-decay ", *s.o.weight_decay), str("weight decay ", FROM_SCRATCH.weight_decay));
+    s.defaults = str("defaults for a run from a checkpoint:", chosen, " (from scratch: ", from_scratch, ")\n");
 }
 
 // Chooses --pack where it is not given, and packs the splits that have examples.
@@ -355,22 +415,34 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
         require(!numbers || numbers == expected, join_path(s.resume.checkpoint, "trainer.json"),
                 ": key 'fp8.history' has ", numbers, " numbers, expected ", expected, "; the file is damaged");
     }
-    check_incomplete_checkpoints(s);
     if (!s.o.total_batch_tokens) s.o.total_batch_tokens = micro_tokens;
     require(s.o.total_batch_tokens % micro_tokens == 0, "--total-batch-tokens ", s.o.total_batch_tokens,
             " is not a multiple of batch-size x seq-len x ranks = ", micro_tokens,
             "; the nearest multiples: ", nearest_multiples(s.o.total_batch_tokens, micro_tokens));
     s.micro_steps = s.o.total_batch_tokens / micro_tokens;
+    set_defaults(s);
+    check_incomplete_checkpoints(s);
     require(!s.o.profile || (s.o.profile > s.resume.step && s.o.profile <= s.o.steps), "--profile ", s.o.profile,
             ": this run executes steps ", s.resume.step + 1, " to ", s.o.steps, "; name one of them");
-    if (s.o.warmup < 0) s.o.warmup = s.o.steps / 20;
     set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
     set_toml(s.o.toml, "data", str('"', s.o.data, '"'));
     set_toml(s.o.toml, "pack", "\"" + s.o.pack + "\"");
     set_toml(s.o.toml, "dtype", str('"', s.o.model.dtype, '"'));
-    set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
-    set_default_rates(s);
     return s;
+}
+
+void TrainSetup::set_memory_options(const RunOptions& options, int64_t world) {
+    static_cast<RunOptions&>(o) = options;
+    micro_steps = o.total_batch_tokens / (o.batch_size * o.seq_len * world);
+    set_toml(o.toml, "batch-size", std::to_string(o.batch_size));
+    set_toml(o.toml, "zero-stage", std::to_string(o.sharding.zero_stage));
+    set_toml(o.toml, "recompute", str('"', RECOMPUTE_NAMES[size_t(o.recompute)], '"'));
+    set_toml(o.toml, "master-weights", o.master_weights ? "\"on\"" : "\"off\"");
+    const std::pair<const char*, const std::string&> names[] = {{"optimizer-dtype", o.optimizer_dtype},
+                                                                {"grad-dtype", o.grad_dtype},
+                                                                {"grad-rounding", o.grad_rounding},
+                                                                {"offload", o.offload}};
+    for (const auto& [key, name] : names) set_toml(o.toml, key, str('"', name, '"'));
 }
 
 namespace {
@@ -393,6 +465,9 @@ std::string describe_training_data(const TrainSetup& s, const Loader& loader) {
     std::string text;
     const Mixture mixture = mixture_of(s.data);
     const int64_t samples = (s.o.steps - s.data_use.first_step) * (s.o.total_batch_tokens / s.o.seq_len);
+    char epochs[40];
+    std::snprintf(epochs, sizeof epochs, "%.3g epochs of ", s.epochs(s.o.steps));
+    if (s.data.size() == 1) text = epochs;
     for (size_t k = 0; k < s.data.size(); k++) {
         const int64_t sequences = loader.num_training_sequences(k);
         const double share = double(mixture.share(k)) / double(mixture.period());

@@ -35,10 +35,16 @@ struct TrainSetup {
     std::vector<Question> questions;  // of --eval-multiple-choice
     int64_t micro_steps = 1;
     SamplePrompts sample_prompts = {};  // with --sample-every
+    std::string defaults = {};          // a line on the options that were chosen; "" for a run from scratch
 
     bool evaluates() const;  // whether there is a validation split or a question
     bool packs() const;      // whether a training split is packed
     std::vector<TrainingSource> sources() const;
+    // Epochs of the first data directory in a step, on average, and those of the run after a step.
+    double epochs_per_step() const;
+    double epochs(int64_t step) const { return double(step - data_use.first_step) * epochs_per_step(); }
+    // Takes options that find_fit() has found, also for run.toml.
+    void set_memory_options(const RunOptions& options, int64_t world);
     const DataDirectory& tokenizer_data() const { return data.front().directory; }
 };
 

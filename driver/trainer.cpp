@@ -23,18 +23,24 @@ using nlohmann::ordered_json;
 
 namespace {
 
-// Advice for a run that does not fit: options with which it does.
-std::string what_fits(const TrainOptions& o, const ModelConfig& config, const Context& ctx, int64_t available) {
-    RunOptions fitting = o;
-    const FitReport fit = find_fit(fitting, ctx.world, this_target(), available, [&](const RunOptions& tried) {
+// Changes the options to the first with which the run fits, if there are any.
+FitReport search(RunOptions& options, const ModelConfig& config, const Context& ctx, int64_t available) {
+    return find_fit(options, ctx.world, this_target(), available, [&](const RunOptions& tried) {
         const Model model = model_of(tried, config, ctx.rank, ctx.world);
         const Activations acts(config, run_shape(tried, model));
         return memory_plan(model, acts, gradient_options(tried)).total;
     });
+}
+
+// Advice for a run that does not fit: options with which it does.
+std::string what_fits(const TrainOptions& o, const ModelConfig& config, const Context& ctx, int64_t available) {
+    RunOptions fitting = o;
+    const FitReport fit = search(fitting, config, ctx, available);
     if (!fit.found()) return fit.remedy();
     const std::string same_step =
         fitting.batch_size < o.batch_size ? str(" --total-batch-tokens ", o.total_batch_tokens) : "";
-    return str(fit.tried.back().options, same_step, " fits: it needs ", human_bytes(fit.tried.back().bytes));
+    return str(fit.tried.back().options, same_step, " fits: it needs ", human_bytes(fit.tried.back().bytes),
+               "; add these options, or --fit");
 }
 
 // A warning, or nothing. On an H100 GPT-2 with 768 channels gains 1.09 times (docs/log/performance.md). Narrower models
@@ -48,6 +54,22 @@ std::string fp8_warning(const ModelConfig& c) {
 }
 
 }  // namespace
+
+std::string fit_run(TrainSetup& setup, const Context& ctx) {
+    MemoryPlan limits;
+    limits.limit = setup.o.gpu_memory;
+    // Ranks must choose the same.
+    const std::vector<int64_t> free =
+        ctx.comm->all_gather_host(limits.available(device_memory_available(), device_bytes_in_use()));
+    const int64_t available = *std::min_element(free.begin(), free.end());
+    RunOptions options = setup.o;
+    const FitReport fit = search(options, setup.source.config, ctx, available);
+    require(fit.found(), "--fit: nothing fits into ", human_bytes(available), "; ", fit.remedy());
+    setup.set_memory_options(options, ctx.world);
+    const FitReport::Try& found = fit.tried.back();
+    return str("--fit: ", found.options.empty() ? "the options as given" : found.options, ", ",
+               human_bytes(found.bytes), " of ", human_bytes(available), " (", found.reason, ")\n");
+}
 
 // Throws Error if the run does not fit into memory, with options that do.
 MemoryPlan Trainer::checked_memory_plan(const GradientOptions& gradients) const {
@@ -71,6 +93,7 @@ void Trainer::print_setup(const MemoryPlan& plan) const {
     print(str(setup.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype),
               options.model.auto_dtype ? " (--dtype auto)" : "", acts.fp8 ? ", matmuls of the blocks in fp8\n" : "\n",
               device_description(), ", ", matmul_library(), "\n"));
+    print(setup.defaults);
     if (ctx.world > 1) print(str(ctx.world, " ranks, ZeRO stage ", options.sharding.zero_stage, "\n"));
     print(str("memory plan\n", plan.text(ctx.in_use_before)));
     if (acts.fp8) print(fp8_warning(model.config));
@@ -288,7 +311,8 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
                          {"ms", ms},
                          {"tokens_per_s", tokens_per_s},
                          {"mfu", flops / peak_flops},
-                         {"memory", planned_bytes}};
+                         {"memory", planned_bytes},
+                         {"epoch", setup.epochs(q.step)}};
     if (options.measure_peak) line["of_measured"] = flops / measured_flops;
     if (r.skip) {
         line["skipped"] = true;
@@ -305,8 +329,8 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     watchdog.state("writing log.jsonl", q.step);
     log.write(line);
     char text[160];
-    std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s", r.loss, r.lr, r.grad_norm,
-                  tokens_per_s);
+    std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s  epoch %.2f", r.loss, r.lr,
+                  r.grad_norm, tokens_per_s, setup.epochs(q.step));
     progress.step(q.step, text);
 
     skips_in_a_row = r.skip ? skips_in_a_row + 1 : 0;

@@ -80,6 +80,10 @@ struct Trainer {
     void finish_step(RunLog& log, Progress& progress);
 };
 
+// For --fit: changes the options of the setup to the first with which the run fits into the memory that is free on
+// every rank, and returns a line on them. Throws Error if there are none.
+std::string fit_run(TrainSetup& setup, const Context& ctx);
+
 // The training loop, from the last step of the run to --steps (train_gpt.cu).
 void train(Trainer& t);
 // Queues one optimizer step; false: the run was asked to stop.

@@ -12,11 +12,11 @@
 template <size_t N>
 using Names = std::array<const char*, N>;
 
-// "a, b, c": for messages.
-template <size_t N>
-std::string joined(const Names<N>& names) {
+// "a, b, c": for messages. Of any list of texts.
+template <typename Texts>
+std::string joined(const Texts& texts) {
     std::string text;
-    for (const char* name : names) text += (text.empty() ? "" : ", ") + std::string(name);
+    for (const std::string_view name : texts) text += (text.empty() ? "" : ", ") + std::string(name);
     return text;
 }
 

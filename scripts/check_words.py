@@ -76,7 +76,7 @@ def help_texts(driver):
     commands = re.findall(r"^  (?:train_gpt )?([a-z]+)  ", overview, re.MULTILINE)
     if "train" not in commands:
         sys.exit(f"{driver} --help lists no commands that this script can read.")
-    return [("--help", overview)] + [(f"{command} --help", output(command, "--help")) for command in commands]
+    return [("--help", overview)] + [(f"{command} --help", output(command, "--help", "all")) for command in commands]
 
 
 def main():

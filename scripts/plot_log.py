@@ -20,7 +20,7 @@ import statistics
 import sys
 
 from plot_main import plot_main
-from run_log import LogError, log_path, read_log, run_name, smoothed, smoothing_weight, values
+from run_log import LogError, log_path, read_log, run_name, smoothed, values
 
 LABELS = {"loss": "loss (nats per token)", "lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second",
           "mfu": "MFU", "ms": "ms per step"}
@@ -69,7 +69,7 @@ def draw(names, logs, keys, x, top, output):
             colour = f"C{index % 10}"
             xs, ys = values(training, key, x)
             if xs:
-                axes.plot(xs, smoothed(ys, smoothing_weight(len(ys))), color=colour, label=f"{name}: training", linewidth=1.5)
+                axes.plot(xs, smoothed(ys), color=colour, label=f"{name}: training", linewidth=1.5)
                 axes.plot(xs, ys, color=colour, alpha=0.2, linewidth=0.7)
             xs, ys = values(validation, "val_loss", x) if key == "loss" else ([], [])
             if xs:
@@ -115,7 +115,7 @@ def page(names, logs, x):
             if key not in SCORES and xs:
                 raw = {"line": {**line, "width": 0.7}, "opacity": 0.25, "name": f"{name}: {key}, raw"}
                 figure.add_trace(graph_objects.Scattergl(x=xs, y=ys, showlegend=False, **raw, **options), row, 1)
-                ys = smoothed(ys, smoothing_weight(len(ys)))
+                ys = smoothed(ys)
             mode = "lines+markers" if key in SCORES else "lines"
             figure.add_trace(graph_objects.Scattergl(x=xs, y=ys, line=line, mode=mode, name=name,
                                                      showlegend=row == 1, **options), row, 1)

@@ -88,16 +88,12 @@ def values(entries, key, x="step"):
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def smoothed(numbers, weight):
-    """Exponential moving average, corrected for its start."""
-    total, norm, result = 0.0, 0.0, []
-    for number in numbers:
-        total = weight * total + (1 - weight) * number
-        norm = weight * norm + (1 - weight)
-        result.append(total / norm)
+def smoothed(numbers):
+    """The mean of the points around each, over a twenty-fifth of the curve and at most 41 of them. The window is
+    symmetric, so that the curve does not lag behind; it becomes narrower towards both ends."""
+    widest, last = min(20, len(numbers) // 50), len(numbers) - 1
+    result = []
+    for i in range(len(numbers)):
+        half = min(widest, i, last - i)
+        result.append(sum(numbers[i - half:i + half + 1]) / (2 * half + 1))
     return result
-
-
-def smoothing_weight(count):
-    """For a curve of so many points: over a fiftieth of it, at most 20 points."""
-    return 1 - 1 / max(1, min(20, count // 50))

@@ -26,11 +26,21 @@ else
              --schedule wsd --warmup 0 --decay-fraction 0.6 --final-lr 0)
 fi
 
+# Names what begins, and says how long what came before took.
+stage=''
+begin() {
+    [[ -z $stage ]] || echo "--- $stage: $((SECONDS - since)) s" >&2
+    stage=$1 since=$SECONDS
+    [[ -z $stage ]] || echo "--- $stage" >&2
+}
+
+begin "data"
 $python data/quickstart.py
 
 if [[ -n ${GPUS:-} ]]; then options+=(--gpus "$GPUS"); fi
 resume=()
 if compgen -G "$out/step_????????" >/dev/null; then resume=(--resume); fi
+begin "training"
 # The driver answers Ctrl-C by saving a checkpoint; this script must then stop instead of going on to the evaluation.
 interrupted=
 trap 'interrupted=1' INT TERM
@@ -42,9 +52,10 @@ if [[ $interrupted ]]; then
     exit 130
 fi
 
-echo "--- evaluation on the held-out text" >&2
+begin "evaluation on the held-out text"
 "$driver" eval --model "$out" --data "$data"
-echo "--- loss curve" >&2
+begin "loss curve"
 $python scripts/plot_log.py "$out" || [[ $? == 3 ]]  # 3: no matplotlib, as it has said
-echo "--- a sample" >&2
+begin "a sample"
 "$driver" sample --model "$out" --prompt "ROMEO" --max-tokens 200 --temperature 0.8 --top-k 50
+begin ""

@@ -117,6 +117,22 @@ class MakeGoalsTest(unittest.TestCase):
             self.assertEqual(*contents)
             self.assertIn("-std=c++20", contents[0][0])
 
+    def test_install(self):
+        with tempfile.TemporaryDirectory() as root:
+            variables = (f"DESTDIR={root}", "PREFIX=/opt/a b", "BACKEND=cpu", "DEPS=no")
+            for goal, expected in (("install", ["install -D -m 755 build/cpu/train_gpt", f'"{root}/opt/a b/bin/train_gpt"']),
+                                   ("uninstall", [f'rm -f "{root}/opt/a b/bin/train_gpt"'])):
+                done = self.make("-n", goal, *variables)
+                self.assertEqual(done.returncode, 0, done.stdout)
+                for text in expected:
+                    self.assertIn(text, done.stdout)
+            program = os.path.join(root, "opt", "a b", "bin", "train_gpt")
+            os.makedirs(os.path.dirname(program))
+            with open(program, "w", encoding="utf-8"):
+                pass
+            self.make("uninstall", *variables)
+            self.assertFalse(os.path.exists(program))
+
     def test_another_pcre2(self):
         done = self.make("-n", "BACKEND=cpu", "BUILD=build/none", "PCRE2=/opt/pcre2", "train_gpt")
         self.assertEqual(done.returncode, 0, done.stdout)

@@ -213,6 +213,21 @@ class LogToTensorBoardTest(RunLogTest):
         self.expect_error(done, "cannot be written")
 
 
+class SmoothingTest(unittest.TestCase):
+    def test_the_smoothed_curve_does_not_lag(self):
+        sys.path.insert(0, SCRIPTS)
+        from run_log import smoothed
+        falling = [8.3 * 0.98 ** i + 1.9 for i in range(1000)]  # as steep as the quick start's first steps
+        worst = max(abs(a - b) for a, b in zip(smoothed(falling), falling))
+        self.assertLess(worst, 0.25)  # curvature: 8.3 ln(0.98)² · 20 · 21 / 6; a mean of 20 past points is off by 1.3
+        line = [5 - 0.01 * i for i in range(500)]
+        self.assertLess(max(abs(a - b) for a, b in zip(smoothed(line), line)), 1e-12)
+        noise = [(-1) ** i for i in range(1001)]
+        self.assertLess(max(map(abs, smoothed(noise)[20:-20])), 0.03)  # 1/41
+        self.assertEqual(smoothed([]), [])
+        self.assertEqual(smoothed([3.0]), [3.0])
+
+
 del RunLogTest  # only what derives from it is a test
 
 

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 
-from run_log import LogError, RunLog, run_name, smoothed, smoothing_weight, values
+from run_log import LogError, RunLog, run_name, smoothed, values
 
 RECENT = 50       # steps that rates are the median of
 CHART_ROWS = 6
@@ -118,8 +118,9 @@ def panel(run, log, width):
         parts.insert(0, Padding(bar, 0))  # a line of its own
     _, losses = values(log.training, "loss")
     if len(losses) > 1:
-        curve = smoothed(losses, smoothing_weight(len(losses)))
-        parts += [Text(f"loss {curve[0]:.3f} → {curve[-1]:.3f}", style="dim")]
+        curve = smoothed(losses)
+        last = losses[-max(1, min(41, len(losses) // 25)):]
+        parts += [Text(f"loss {curve[0]:.3f} → {sum(last) / len(last):.3f}", style="dim")]
         parts += [Text(line, style="cyan", no_wrap=True) for line in chart(curve, inside)]
     return Panel(Group(*parts), title=run_name(run), width=width)
 

@@ -40,7 +40,7 @@ import time
 import numpy as np
 
 from peer_main import peer_main, write_json
-from run_log import LogError, read_log, smoothed, smoothing_weight, values
+from run_log import LogError, read_log, smoothed, values
 
 RUNS = ["ours-fp32", "ours-bf16", "torch-fp32", "torch-bf16"]
 NUDGED = "-nudged"
@@ -246,7 +246,7 @@ def draw(losses, output):
     steps = np.arange(1, len(reference) + 1)
     width = max(1, len(steps) // 20)
     for name, curve in losses.items():
-        top.plot(steps, smoothed(curve, smoothing_weight(len(steps))), label=name, linewidth=1)
+        top.plot(steps, smoothed(curve), label=name, linewidth=1)
         mean = np.convolve(curve - reference, np.ones(width) / width, "valid")
         bottom.plot(steps[width - 1:], mean, label=name, linewidth=1)
     top.set_ylabel("training loss, smoothed (nats per token)")

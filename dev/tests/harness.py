@@ -19,10 +19,11 @@ CACHE = tempfile.TemporaryDirectory(prefix="train_gpt_cache_")  # not the user's
 ENVIRONMENT = {**os.environ, "XDG_CACHE_HOME": CACHE.name}
 
 
-def run(*args, driver=DRIVER, env=None, cwd=None, timeout=120):
+def run(*args, driver=DRIVER, env=None, cwd=None, timeout=120, preexec_fn=None):
     """A command, once it has ended; env is added to the environment."""
     return subprocess.run([driver, *map(str, args)], stdin=subprocess.DEVNULL, capture_output=True, cwd=cwd,
-                          env={**ENVIRONMENT, **(env or {})}, timeout=timeout, text=True, errors="replace")
+                          env={**ENVIRONMENT, **(env or {})}, timeout=timeout, preexec_fn=preexec_fn, text=True,
+                          errors="replace")
 
 
 def cuda():
@@ -144,6 +145,12 @@ class TrainingTest(CommandsTest):
         shutil.copytree(data, copy)
         with open(os.path.join(copy, "tokenizer.json"), "a") as file:
             file.write("\n")
+        return copy
+
+    @staticmethod
+    def with_another_name(data):
+        copy = data + "_of_another_name"
+        shutil.copytree(data, copy)
         return copy
 
     def repeats_after_resume(self, run_dir, end):

@@ -18,6 +18,35 @@ class FinetuningTest(BaseRunTest):
                             for prompt, response in examples)
         return tokenize(path, os.path.join(self.top, name), *options)
 
+    def test_defaults_of_a_run_from_a_checkpoint(self):
+        data = ["--data", self.data, "--seq-len", 32, "--dtype", "fp32", "--eval-every", 0]
+
+        def defaults(name, *options):
+            done = run("train", *data, "--out", os.path.join(self.top, name), *options)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            toml = dict(line.split("=") for line in text_of(os.path.join(self.top, name, "run.toml")).split() if "=" in line)
+            said = [line for line in done.stderr.splitlines() if line.startswith("defaults for a run")]
+            return said, [float(toml[key]) for key in ("lr", "warmup", "weight-decay")], int(toml["steps"])
+
+        scratch = defaults("scratch", *MODEL, "--steps", 40)
+        self.assertEqual(scratch, ([], [6e-4, 2, 0.1], 40))
+        sequences = json.loads(run("info", self.data, "--json").stdout)["train"]["tokens"] // 32
+        said, values, steps = defaults("full", "--model", self.base, "--batch-size", 2)
+        self.assertEqual((values, steps), ([2e-5, int(0.03 * steps), 0], -(-3 * sequences // 2)))
+        self.assertEqual(said, [f"defaults for a run from a checkpoint: --lr 2e-05 --epochs 3 --warmup {values[1]:.0f} "
+                                "--weight-decay 0 (from scratch: 6e-4, 1000 steps, 5% warmup, weight decay 0.1)"])
+        said, values, steps = defaults("lora", "--model", self.base, "--lora-rank", 2, "--steps", 40, "--weight-decay", 0.1)
+        self.assertEqual((values, steps), ([2e-4, 1, 0.1], 40))
+        self.assertEqual(said, ["defaults for a run from a checkpoint: --lr 0.0002 --warmup 1 (from scratch: 6e-4, 5% warmup)"])
+        muon = defaults("muon", "--model", self.base, "--optimizer", "muon", "--steps", 4)
+        self.assertAlmostEqual(muon[1][0], 0.02 / 30)
+        given = defaults("given", "--model", self.base, "--lr", 1e-3, "--steps", 4, "--warmup", 1, "--weight-decay", 0)
+        self.assertEqual(given, ([], [1e-3, 1, 0], 4))
+        # An older run.toml names what it was started with, and a resumed run keeps it.
+        done = run("train", "--resume", "--out", os.path.join(self.top, "given"), "--steps", 6)
+        self.assertNotIn("defaults for", done.stderr)
+        self.assertEqual(log(os.path.join(self.top, "given"))[-1]["step"], 6)
+
     def test_prompts_are_not_loss_tokens(self):
         # All training sequences hold the same 32 tokens and every third one is a prompt: the loss tokens have the mean
         # loss and the mean gradient of a run in which all tokens are loss tokens.

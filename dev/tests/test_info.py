@@ -2,6 +2,7 @@
 """`info`, `plan` and --help, and commands that a launcher starts."""
 import json
 import os
+import re
 import shutil
 import unittest
 
@@ -52,12 +53,43 @@ class InfoTest(BaseRunTest):
             self.assertIn(command, overview)
             done = run(command, "--help")
             self.assertEqual((done.returncode, done.stderr), (0, ""))
-        text = run("train", "--help").stdout
+        text = run("train", "--help", "all").stdout
         with open(os.path.join(self.base, "run.toml")) as file:
             options = [line.split("=")[0] for line in file if "=" in line]
         self.assertGreater(len(options), 20)
         for option in options:
             self.assertIn("--" + option, text)
+
+    def test_help_of_train_is_short_and_has_groups(self):
+        def options(*arguments):
+            return re.findall(r"^  (?:-h,)?(--[a-z0-9-]+)", run("train", *arguments).stdout, re.MULTILINE)
+        short, everything = options("--help"), options("--help", "all")
+        self.assertTrue(15 <= len(short) <= 20, short)
+        self.assertGreater(len(everything), 100)
+        self.assertEqual(len(everything), len(set(everything)))
+        self.assertLess(set(short), set(everything))
+        groups = re.search(r"Groups: (.*)", run("train", "--help").stdout).group(1).split(", ")
+        of_groups = [option for group in groups for option in options("--help", group)]
+        self.assertEqual(len(of_groups), len(set(of_groups)))
+        self.assertEqual(set(everything) - set(of_groups), {"--model", "--base", "--dtype", "--data", "--out", "--resume",
+                                                            "--config", "--seed"})  # the options without a group
+        self.assertIn("--momentum", options("--help", "muon"))
+        self.assertEqual(options("-h"), short)
+        done = run("train", "--help", "mun")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--help mun: there is no such group of options; there are shape, length", done.stderr)
+
+    def test_version(self):
+        lines = dict(line.split(" ", 1) for line in run("--version").stdout.splitlines())
+        self.assertRegex(lines.pop("train_gpt"), r"^\d+\.\d+\.\d+$")
+        self.assertRegex(lines.pop("commit"), r"^([0-9a-f]{7,40}(\+changes)?|unknown)$")
+        self.assertRegex(lines.pop("architectures"), r"^(sm_\d+[af]?( sm_\d+[af]?)*|x86-64-v3|armv8.1-a|)$")
+        build = json.loads(run("info", "--json").stdout)
+        self.assertEqual(lines, {key: str(value) for key, value in build.items()})
+
+    def test_train_alone_names_a_command_that_works(self):
+        self.assertIn("for example: ./train_gpt train --model gpt2-tiny --data data/tokens/quickstart --out runs/first",
+                      run("train").stderr)
 
     def test_commands_of_one_process_refuse_a_launcher(self):
         ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",

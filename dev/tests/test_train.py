@@ -4,10 +4,12 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import unittest
 
-from harness import MODEL, BaseRunTest, checkpoints, cuda, digests, log, losses, run, tensor_bytes, text_of
+from harness import (MODEL, BaseRunTest, checkpoints, cuda, digests, log, losses, run, sanitized, tensor_bytes,
+                     text_of)
 
 
 class TrainTest(BaseRunTest):
@@ -16,7 +18,8 @@ class TrainTest(BaseRunTest):
         lines = log(self.base)
         steps = [line for line in lines if "loss" in line]
         self.assertEqual([line["step"] for line in steps], list(range(1, 9)))
-        self.assertEqual(set(steps[0]), {"step", "loss", "lr", "grad_norm", "ms", "tokens_per_s", "mfu", "memory"})
+        self.assertEqual(set(steps[0]), {"step", "loss", "lr", "grad_norm", "ms", "tokens_per_s", "mfu", "memory",
+                                         "epoch"})
         evals = [line for line in lines if "val_loss" in line]
         self.assertEqual([line["step"] for line in evals], [4, 8])
         self.assertEqual(set(evals[0]), {"step", "val_loss", "bits_per_byte"})
@@ -187,7 +190,7 @@ class TrainTest(BaseRunTest):
                        "--batch-size", batch_size, *given)
             self.assertEqual((done.returncode, done.stderr.count("\n")), (1, 1), done.stderr)
             said = re.search(r"this run needs .*iB \(weights .*activations .* and .* are free; (--.*) fits: "
-                             r"it needs ([\d.]+) GiB\n", done.stderr)
+                             r"it needs ([\d.]+) GiB; add these options, or --fit\n", done.stderr)
             self.assertIsNotNone(said, done.stderr)
             options = said.group(1).split()
             changed = dict(zip(options[::2], options[1::2]))
@@ -200,6 +203,54 @@ class TrainTest(BaseRunTest):
             needs = plan["total_bytes"] - plan["bytes"]["checkpoint snapshot"]  # this run saves at its end only
             self.assertAlmostEqual(needs / 2**30, float(said.group(2)), delta=0.006)
             self.assertFalse(os.path.exists(os.path.join(self.top, "too_large")))
+
+    def test_fit_takes_options_that_fit(self):
+        if cuda():
+            self.skipTest("dev/tests/test_backends.py has the GPU's")
+        if sanitized():
+            self.skipTest("the sanitizer needs more address space than this test leaves")
+        # 1.43 GiB, or with half the batch 0.73 GiB. The rest of the limit is for the program itself.
+        limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (1300 << 20, 1300 << 20))
+        args = self.train_args("fit", "--steps", 1, "--batch-size", 16384, "--recompute", "block", "--optimizer-dtype",
+                               "bf16", "--grad-dtype", "bf16", "--eval-every", 0)
+        without = run(*args, env={"OMP_NUM_THREADS": "2"}, preexec_fn=limit)
+        self.assertIn("or --fit", without.stderr)
+        done = run(*args, "--fit", env={"OMP_NUM_THREADS": "2"}, preexec_fn=limit)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(done.stderr, r"--fit: --batch-size 8192, 7[\d.]+ MiB of 1.27 GiB \(")
+        toml = text_of(os.path.join(self.top, "fit", "run.toml"))
+        self.assertIn("\nbatch-size=8192\n", toml)
+        self.assertIn(f"\ntotal-batch-tokens={16384 * 32}\n", toml)
+        done = run(*self.train_args("fits", "--steps", 1, "--fit"))
+        self.assertRegex(done.stderr, r"--fit: the options as given, [\d.]+ MiB of ")
+        self.refused(1, ["--fit: nothing fits into ", "the least is"], *self.train_args(
+            "nothing", "--steps", 1, "--fit", "--model", "llama-8B", "--layers", 400, "--batch-size", 1))
+
+    def test_epochs(self):
+        done = run(*self.train_args("steps", "--steps", 7))
+        epochs, sequences = re.search(r"([\d.]+) epochs of [\d,]+ training tokens in ([\d,]+) training sequences",
+                                      done.stderr).groups()
+        self.assertAlmostEqual(float(epochs), 7 * 4 / int(sequences.replace(",", "")), delta=0.01)
+        for count in (0.5, 2):
+            steps = math.ceil(count * int(sequences) / 4)
+            out = self.train(f"epochs_{count}", "--epochs", count, "--warmup", 1)
+            lines = [line for line in log(out) if "loss" in line]
+            self.assertEqual(len(lines), steps)
+            for line in lines:
+                self.assertAlmostEqual(line["epoch"], line["step"] * 4 / int(sequences), delta=1e-6)
+            # The schedule ends with the last epoch, and a run of as many steps is the same.
+            self.assertAlmostEqual(lines[-1]["lr"], 3e-4, delta=1e-8)
+            self.assertIn(f"\nsteps={steps}\n", text_of(os.path.join(out, "run.toml")))
+        self.assertEqual(losses(self.train("as_steps", "--steps", steps, "--warmup", 1)), losses(out))
+        # Of a mixture: of its first directory, which has 3 of 4 sequences.
+        of_two = self.train("of_two", "--data", f"{self.data}:3,{self.with_another_name(self.data)}:1", "--epochs", 1)
+        self.assertEqual(len([1 for line in log(of_two) if "loss" in line]), math.ceil(int(sequences) / 3))
+
+        longer = run("train", "--resume", "--out", out, "--epochs", 2.5)
+        self.assertEqual(longer.returncode, 0, longer.stderr)
+        self.assertEqual(log(out)[-1]["step"], math.ceil(2.5 * int(sequences) / 4))
+        self.refused(2, ["--steps and --epochs both say how long"], *self.train_args("both", "--steps", 3, "--epochs", 1))
+        self.refused(2, ["--epochs: 0 "], *self.train_args("none", "--epochs", 0))
 
 
 if __name__ == "__main__":
