@@ -13,16 +13,27 @@ namespace {
 constexpr const char* TOKEN_NAMES[] = {"bos_token", "eos_token", "unk_token", "pad_token",
                                        "sep_token", "cls_token", "mask_token"};
 
-// The default one of a model's templates; null if it has none.
-json default_template(const json& config) {
+// `chat_template` as transformers reads it: text; or several templates by name, as an object or as a list of {"name",
+// "template"}, of which conversations use the one named default. Null if there is none.
+json default_template(const json& config, const std::string& path) {
     const json found = config.is_object() ? config.value("chat_template", json()) : json();
-    if (!found.is_array()) return found;
-    json chosen;  // a list of {"name", "template"}
-    for (const json& one : found) {
-        if (one.is_object() && (chosen.is_null() || one.value("name", json()) == "default"))
-            chosen = one.value("template", json());
+    if (found.is_null() || found.is_string()) return found;
+    const std::string where = path + ": chat_template";
+    require(found.is_array() || found.is_object(), where, " is ", found.dump(),
+            "; it must be a template, or an object of templates by name");
+    json by_name = found.is_object() ? found : json::object();
+    for (const json& one : found.is_array() ? found : json::array()) {
+        require(one.is_object() && one.value("name", json()).is_string(), where, " is a list with ", one.dump(),
+                "; its elements must be {\"name\": ..., \"template\": ...}");
+        by_name[one["name"].get<std::string>()] = one.value("template", json());
     }
-    return chosen;
+    std::string names;
+    for (const auto& [name, _] : by_name.items()) names += (names.empty() ? "" : ", ") + name;
+    require(by_name.contains("default"), where, " has several templates (", names,
+            ") and none named default; write the one to use to chat_template.jinja");
+    require(by_name["default"].is_string(), where, ": the template 'default' is ", by_name["default"].dump(),
+            ", not text");
+    return by_name["default"];
 }
 
 std::vector<int32_t> encode_from(const jinja::Text& text, size_t begin, const Tokenizer& tokenizer) {
@@ -54,7 +65,7 @@ ChatTemplate::Source ChatTemplate::read(const std::string& directory) {
         out.text = read_file(out.path);
         return out;
     }
-    const json found = default_template(config);
+    const json found = default_template(config, config_path);
     if (found.is_string()) {
         out.path = config_path + ": chat_template";
         out.text = found.get<std::string>();

@@ -88,6 +88,12 @@ const Text& text_of(const std::string& name, const Value& value) {
     return value.text();
 }
 
+// The mark of text that was made from another text as a whole: content if any of that is.
+char origin_of(const Text& text) {
+    return std::any_of(text.marks.begin(), text.marks.end(), [](char mark) { return mark & CONTENT; }) ? CONTENT
+                                                                                                       : TEMPLATE;
+}
+
 Value tuple_of(Value first, Value second) {
     std::vector<Value> items;
     items.push_back(std::move(first));
@@ -637,11 +643,12 @@ Value range_function(Reader& in) {
 }
 
 Value strftime_function(Reader& in, const std::tm& now) {
-    const std::string format = text_of(in.name, in.get(0, "format")).chars;
+    const Text& written = text_of(in.name, in.get(0, "format"));
+    const std::string& format = written.chars;
     require(format.size() <= 100, "strftime_now: the format has more than 100 characters");
     char out[8192];
     const size_t n = std::strftime(out, sizeof out, format.c_str(), &now);
-    return Text(std::string(out, n));
+    return Text(std::string(out, n), origin_of(written));
 }
 
 Value dict_function(Reader& in) {

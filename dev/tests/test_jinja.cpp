@@ -160,6 +160,7 @@ TEST(Jinja, EveryByteKeepsItsOrigin) {
     EXPECT_EQ(origins("{% set y %}[{{ m[0].role }}]{% endset %}{{ y }}", x), "TCT");
     EXPECT_EQ(origins("{% macro f(a) %}<{{ a }}>{% endmacro %}{{ f(m[0].role) }}", x), "TCT");
     EXPECT_EQ(origins("{{ m[0].k|indent(2) }}{{ m[0].k|first }}{{ m[0].k|list|last }}", x), "CTCC");
+    EXPECT_EQ(origins("{{ strftime_now(m[0].role ~ '%d') }}{{ strftime_now('%d') }}", x), "CCCTT");
     EXPECT_EQ(origins("a{% generation %}b{{ m[0].role }}{% endgeneration %}c", x), "TGCT");
     EXPECT_EQ(origins("{% for c in m[0].role %}{{ c }}{% endfor %}{% for k in m[0] %}{{ k }}{% endfor %}", x),
               "CCCCCC");
