@@ -94,15 +94,15 @@ ChatTemplate::ChatTemplate(Source source)
 
 jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_generation_prompt,
                                  const std::tm& now) const {
-    std::vector<jinja::Value> list;
+    jinja::Items list;
     for (const Message& message : messages) {
         jinja::Dict one;
-        one.set(jinja::Text("role"), jinja::Text(message.role));
-        one.set(jinja::Text("content"), jinja::Text(message.content, jinja::CONTENT));
-        list.emplace_back(std::move(one));
+        one.set("role", jinja::Text(message.role));
+        one.set("content", jinja::Text(message.content, jinja::CONTENT));
+        list.add(std::move(one));
     }
     jinja::Template::Variables variables = special_tokens;
-    variables.emplace_back("messages", jinja::Value(std::move(list), jinja::Sequence::Kind::List));
+    variables.emplace_back("messages", jinja::Value(std::move(list), jinja::Kind::List));
     variables.emplace_back("add_generation_prompt", add_generation_prompt);
     variables.emplace_back("tools", jinja::None{});
     variables.emplace_back("documents", jinja::None{});
