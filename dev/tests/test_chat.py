@@ -88,7 +88,7 @@ class ChatTest(TrainingTest):
         tokens, result = prompt_tokens("Hi\nno\nHi\n")
         self.assertIn("refuses the conversation: Not this)", result.stdout)
         self.assertEqual(tokens, turn + left + turn)  # the conversation goes on without the refused turn
-        write_template("{{ messages | sort }}")
+        write_template("{{ messages | xmlattr }}")
         unsupported = chat("Hi\n")
         self.assertEqual((unsupported.returncode, unsupported.stdout), (1, ""))
         self.assertIn("chat_template.jinja:1: the filter 'xmlattr' is not supported", unsupported.stderr)

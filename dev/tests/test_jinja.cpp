@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "runtime/files/files.h"
@@ -180,6 +182,138 @@ TEST(Jinja, EveryByteKeepsItsOrigin) {
     EXPECT_EQ(origins("a{% generation %}b{{ m[0].role }}{% endgeneration %}c", x), "TGCT");
     EXPECT_EQ(origins("{% for c in m[0].role %}{{ c }}{% endfor %}{% for k in m[0] %}{{ k }}{% endfor %}", x),
               "CCCCCC");
+}
+
+// Every function, filter, method and operator that takes text, with content in each place where it takes any: each Q of
+// the result came from content (no template has one) and is marked so. A name without an entry fails.
+TEST(Jinja, ContentStaysContentInEveryBuiltin) {
+    const ordered_json variables = {{"x", "Q a,Q\nqQ"},
+                                    {"s", "Q"},
+                                    {"f", "Q%s{}%5d"},
+                                    {"n", "q7"},
+                                    {"d", {{"Qk", "Qv"}, {"b", {{"c", "Q"}}}}},
+                                    {"l", {"Q2", "q1", "Q2"}},
+                                    {"m", {{{"k", "Q"}}, {{"k", "qq"}}}}};
+    // In front of the colon: the name. Without an entry of its own, an operator or a statement.
+    const std::vector<std::pair<std::string, std::vector<std::string>>> cases = {
+        {"raise_exception", {}},  // ends the render
+        {"range", {}},
+        {"dict", {"dict(d)", "dict(a=s)"}},
+        {"namespace", {"namespace(a=s).a", "namespace(d).Zk|d(s)"}},
+        {"strftime_now", {"strftime_now(s)", "strftime_now('%d' ~ s)"}},
+        {"abs", {}},
+        {"attr", {"d|attr(s)|d(s)"}},
+        {"capitalize", {"x|capitalize"}},
+        {"count", {"x|count"}},
+        {"d", {"none_such|d(s)", "s|d('a')"}},
+        {"default", {"none_such|default(s)", "''|default(s, true)"}},
+        {"dictsort", {"{'a': s, s: 'b'}|dictsort", "{'a': s, s: 'b'}|dictsort(by='value')"}},
+        {"first", {"x|first", "l|first", "d|first"}},
+        {"float", {"n|float(s)"}},
+        {"format", {"f|format(s, 1)", "'%s %10s %.1s %r'|format(s, s, s, s)", "'%(a)-9s'|format(a=s)"}},
+        {"groupby", {"m|groupby('k')", "[{}]|groupby('k', s)", "m|groupby('k', case_sensitive=true)"}},
+        {"indent", {"x|indent", "'a\\nb'|indent(s, true, true)"}},
+        {"int", {"n|int(s)"}},
+        {"items", {"d|items|list"}},
+        {"join", {"l|join", "[1, 2]|join(s)", "m|join('-', 'k')"}},
+        {"last", {"x|last", "l|last", "(d|list)[:1]|last"}},
+        {"length", {"x|length"}},
+        {"list", {"x|list", "d|list"}},
+        {"lower", {"x|lower", "[s]|map('lower')|list"}},
+        {"map", {"m|map(attribute='k')|list", "[{}]|map(attribute='k', default=s)|list", "l|map('replace', 'a', s)|list"}},
+        {"max", {"l|max"}},
+        {"min", {"l|min"}},
+        {"reject", {"l|reject('none')|list"}},
+        {"rejectattr", {"m|rejectattr('z')|list"}},
+        {"replace", {"x|replace('a', 'b')", "'a'|replace('a', s)", "x|replace(s, s)", "x|replace('', '-')"}},
+        {"reverse", {"x|reverse", "l|reverse|list"}},
+        {"round", {}},
+        {"safe", {"x|safe"}},
+        {"select", {"l|select|list"}},
+        {"selectattr", {"m|selectattr('k')|list"}},
+        {"sort", {"l|sort", "m|sort(attribute='k')", "x|sort"}},
+        {"string", {"x|string", "l|string", "d|string"}},
+        {"sum", {"[l]|sum(start=[])", "[{'a': l}]|sum('a', [])"}},
+        {"title", {"x|title"}},
+        {"tojson",
+         {"d|tojson", "x|tojson", "[1]|tojson(indent=s)", "[1, 2]|tojson(separators=(s, s))", "{'a': 1}|tojson(separators=(s, s))",
+          "l|tojson(indent=1)", "d|tojson(ensure_ascii=true, sort_keys=true)"}},
+        {"trim", {"x|trim", "x|trim('Z')", "'a'|trim(s) ~ s"}},
+        {"unique", {"l|unique|list"}},
+        {"upper", {"x|upper", "n|upper"}},
+        {"wordcount", {"x|wordcount"}},
+        {"str.capitalize", {"x.capitalize()"}},
+        {"str.count", {"x.count(s)"}},
+        {"str.endswith", {"x.endswith(s)"}},
+        {"str.find", {"x.find(s)"}},
+        {"str.format", {"f.format(s)", "'{:>9}{!r}{a}'.format(s, s, a=s)", "'{0[Qk]}'.format(d)", "(s ~ '{:' ~ s ~ '>5}').format(1)"}},
+        {"str.join", {"','.join(l)", "s.join('ab')"}},
+        {"str.lower", {"x.lower()"}},
+        {"str.lstrip", {"x.lstrip()", "x.lstrip('Z')"}},
+        {"str.removeprefix", {"x.removeprefix('Z')", "'a'.removeprefix(s) ~ s"}},
+        {"str.removesuffix", {"x.removesuffix('Z')"}},
+        {"str.replace", {"x.replace('a', s, 1)"}},
+        {"str.rfind", {"x.rfind(s)"}},
+        {"str.rsplit", {"x.rsplit(',', 1)", "x.rsplit()"}},
+        {"str.rstrip", {"x.rstrip()"}},
+        {"str.split", {"x.split()", "x.split(',')", "'aZb'.split('Z')|join(s)"}},
+        {"str.splitlines", {"x.splitlines()"}},
+        {"str.startswith", {"x.startswith(s)"}},
+        {"str.strip", {"x.strip()", "x.strip('Z')"}},
+        {"str.title", {"x.title()"}},
+        {"str.upper", {"x.upper()"}},
+        {"list.append", {"[l.append(s), l]"}},
+        {"list.count", {"l.count(s)"}},
+        {"list.extend", {"[l.extend(x), l]"}},
+        {"list.index", {"l.index('Z'[1:] ~ l[0])"}},
+        {"list.insert", {"[l.insert(0, s), l]"}},
+        {"list.pop", {"l.pop()"}},
+        {"tuple.count", {"(s,).count(s)"}},
+        {"tuple.index", {"(s,).index(s)"}},
+        {"dict.copy", {"d.copy()"}},
+        {"dict.get", {"d.get('b')", "d.get('z', s)", "{s: s}.get(s)"}},
+        {"dict.items", {"d.items()|list"}},
+        {"dict.keys", {"d.keys()|list"}},
+        {"dict.pop", {"d.pop('b')", "d.pop('z', s)"}},
+        {"dict.setdefault", {"d.setdefault('z', s)", "[d.setdefault(x, 1), d]"}},
+        {"dict.update", {"[d.update({s: x}, z=s), d]"}},
+        {"dict.values", {"d.values()|list"}},
+        {"loop.changed", {}},
+        {"loop.cycle", {}},
+        {"", {"s ~ 1", "s + 'a'", "s * 3", "[s] * 2", "(s,) + (x,)", "x[2:]", "x[::-1]", "x[0]", "f % (s, 1)", "'%5s' % s",
+              "'%(a)s' % {'a': s}", "'%c' % s", "s if 1", "none_such or s", "s and x", "{s: 1}", "{'a': s}", "[[s]]"}},
+    };
+    std::map<std::string, size_t> covered;
+    const auto check = [&](const std::string& source, bool has_content) {
+        ASSERT_TRUE(source.find('Q') == std::string::npos || source.find("[Qk]") != std::string::npos) << source;
+        const Text text = render(source, variables);
+        size_t found = 0;
+        for (size_t i = 0; i < text.size(); i++) {
+            if (text.chars[i] != 'q' && text.chars[i] != 'Q') continue;
+            found++;
+            EXPECT_TRUE(text.marks[i] & jinja::CONTENT) << source << "\n" << text.chars;
+        }
+        EXPECT_TRUE(found > 0 || !has_content) << source << "\n" << text.chars;
+    };
+    const std::string numbers[] = {"count", "length", "wordcount", "str.count", "str.endswith", "str.find", "str.rfind",
+                                   "str.startswith", "list.count", "list.index", "tuple.count", "tuple.index"};
+    for (const auto& [name, templates] : cases) {
+        covered[name]++;
+        const bool text = std::find(std::begin(numbers), std::end(numbers), name) == std::end(numbers);
+        for (const std::string& one : templates) check("{{ " + one + " }}", text);
+    }
+    for (const char* source :
+         {"{% for i in l %}{{ loop.cycle(i, s) }}{{ loop.previtem }}{{ loop.changed(i) }}{% endfor %}",
+          "{% filter upper %}{{ x }}{% endfilter %}", "{% with a=s %}{{ a }}{% endwith %}",
+          "{% set a | trim %}{{ x }}{% endset %}{{ a }}", "{% macro g(a) %}{{ a }}{% endmacro %}{{ g(s) }}{{ g(*[s]) }}",
+          "{% for k, v in d.items() %}{{ k }}{{ v }}{% endfor %}", "{% print s %}",
+          "{% set o = namespace(a=1) %}{% set o.a = s %}{{ o.a }}", "{% generation %}{{ s }}{% endgeneration %}"})
+        check(source, true);
+    for (const auto& names : {jinja::function_names(), jinja::filter_names(), jinja::method_names()})
+        for (const std::string& name : names) EXPECT_EQ(covered[name], 1u) << name;
+    // Digits and padding by a format of the user, and a character by its number, are content too.
+    EXPECT_EQ(origins("{{ f % ('a', 7) }}", variables), "CTCCCCCCC");
+    EXPECT_EQ(origins("{{ '%c' % 60 }}{{ '{:c}'.format(60) }}{{ '%3d' % 60 }}", variables), "CCTTT");
 }
 
 }  // namespace
