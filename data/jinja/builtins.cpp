@@ -34,7 +34,7 @@ Value strip_text(ArgumentReader& in, const Text& text, Sides sides) {
     const std::string& wanted = in.text(0, "chars").chars;
     // At most so many characters are compared with the wanted ones; the product of both sizes has no limit.
     require(wanted.size() <= 1000, in.name, ": more than 1,000 bytes of characters to strip");
-    in.meter.scan(text.size() * (1 + wanted.size() / 4));
+    in.meter.scan(text.size() * (1 + wanted.size() / 2));
     return part_of(text, strip(text.chars, wanted, sides), in.meter);
 }
 
