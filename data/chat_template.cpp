@@ -94,6 +94,16 @@ ChatTemplate::ChatTemplate(Source source)
 
 jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_generation_prompt,
                                  const std::tm& now) const {
+    return render(messages, add_generation_prompt, now, nullptr);
+}
+
+jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
+                                 jinja::Growth& growth) const {
+    return render(messages, add_generation_prompt, now, &growth);
+}
+
+jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
+                                 jinja::Growth* growth) const {
     jinja::Items list;
     for (const Message& message : messages) {
         jinja::Dict one;
@@ -102,12 +112,13 @@ jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_
         list.add(std::move(one));
     }
     jinja::Template::Variables variables = special_tokens;
-    variables.emplace_back("messages", jinja::Value(std::move(list), jinja::Kind::List));
+    const jinja::Value conversation(std::move(list), jinja::Kind::List);
+    variables.emplace_back("messages", conversation);
     variables.emplace_back("add_generation_prompt", add_generation_prompt);
     variables.emplace_back("tools", jinja::None{});
     variables.emplace_back("documents", jinja::None{});
     try {
-        return program.render(variables, now);
+        return growth ? program.render(variables, now, conversation, *growth) : program.render(variables, now);
     } catch (const jinja::Refusal& e) {
         throw Error(str(path, " refuses the conversation: ", e.what()));
     }

@@ -27,6 +27,9 @@ class ChatTemplate {
     // The conversation as text; now: the date that a template may write. add_generation_prompt: with the start of an
     // assistant turn. Throws Error where the template refuses the messages or fails.
     jinja::Text render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now) const;
+    // The same, and where each message begins in it (jinja::Growth).
+    jinja::Text render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
+                       jinja::Growth& growth) const;
     // Its tokens. Without special tokens in messages they are those of transformers' apply_chat_template().
     std::vector<int32_t> tokens(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
                                 const Tokenizer& tokenizer) const;
@@ -46,6 +49,8 @@ class ChatTemplate {
         jinja::Template::Variables special_tokens;
     };
     explicit ChatTemplate(Source source);
+    jinja::Text render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
+                       jinja::Growth* growth) const;
     static Source read(const std::string& model_directory);  // without a path if there is no template
     static Source read_existing(const std::string& model_directory);
 

@@ -19,6 +19,22 @@ constexpr int MAX_NESTING = 500;                  // evaluations inside each oth
 constexpr int MAX_DEPTH = 100;          // lists inside lists; blocks or operators inside each other in a template
 constexpr int64_t MAX_RANGE = 100'000;  // numbers of range(), as in jinja2's sandbox
 
+// Where a render reaches each element of one list of its input, and whether it could tell how many more there are. It
+// could not: then the same render of the first n elements writes the same up to there, and the same after the loop.
+struct Growth {
+    std::vector<size_t> starts;  // bytes written where a loop reached each element
+    size_t end = 0;              // and where it ended
+    bool appends = true;
+    bool ended = false;
+
+    bool began() const { return !starts.empty(); }
+    void depends() { appends = false; }
+    // Element i is read. Before the loop and after it every conversation has the first element, others may be missing.
+    void read(size_t i) { appends = appends && i < (began() && !ended ? starts.size() : 1); }
+    // Something that later elements, or what follows the loop, may see.
+    void changes() { appends = appends && !began(); }
+};
+
 // Counts work and memory. Throws Error when a render exceeds a limit. It outlives the values that it paid for.
 class Meter {
   public:
@@ -45,6 +61,8 @@ class Meter {
         work(bytes);
     }
     void give_back(size_t bytes) { bytes_left += int64_t(bytes); }
+
+    Growth* growth = nullptr;
 
     // Runs when the render ends. A method that changes a list empties it then: lists may hold each other.
     void when_done(std::function<void()> undo) { at_end.push_back(std::move(undo)); }

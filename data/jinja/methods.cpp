@@ -271,6 +271,7 @@ Value cycle_method(ArgumentReader& in, const Value& object) {
 
 Value changed_method(ArgumentReader& in, const Value& object) {
     Loop& loop = object.loop();
+    if (in.meter.growth) in.meter.growth->changes();
     in.take_all();
     const auto same = [&](const Value& a, const Value& b) { return Value::equal(a, b, in.meter); };
     const std::vector<Value>&now = in.arguments.values, &before = loop.last_changed;
@@ -294,6 +295,8 @@ const std::map<std::string, ValueMethod>* methods_of(const Value& object) {
 }
 
 Value loop_attribute(const Loop& loop, const std::string& name) {
+    for (const char* at_end : {"revindex", "revindex0", "last", "length", "nextitem"})
+        if (loop.growth && name == at_end) loop.growth->depends();
     const auto i = int64_t(loop.index), n = int64_t(loop.items.size());
     if (name == "index") return i + 1;
     if (name == "index0") return i;
@@ -313,7 +316,9 @@ Value loop_attribute(const Loop& loop, const std::string& name) {
 Value element(const Value& object, int64_t key, Meter& meter) {
     int64_t i = key;
     if (object.is_list() || object.is_tuple()) {
-        const std::vector<Value>& items = object.items();
+        const Sequence& list = object.sequence();
+        if (list.growth && i >= 0) list.growth->read(size_t(i) + list.left_out);
+        const std::vector<Value>& items = i >= 0 ? list.items.all : object.items();
         if (i < 0) i += int64_t(items.size());
         if (0 <= i && i < int64_t(items.size())) return items[size_t(i)];
     } else if (object.is_string()) {

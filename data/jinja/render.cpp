@@ -43,10 +43,14 @@ struct Scope {
 
 class Renderer {
   public:
-    Renderer(const Template::Variables& variables, const std::tm& n) : now(n) { root.variables = variables; }
+    Renderer(const Template::Variables& variables, const std::tm& n, Growth* growth) : now(n) {
+        meter.growth = growth;
+        root.variables = variables;
+    }
 
     Text run(const Block& block) {
         Writer out(meter);
+        root_out = &out;
         execute(block, root, out);
         return out.take();
     }
@@ -146,6 +150,7 @@ class Renderer {
         const Value* const object = scope.find(s.names[0], meter);
         require(object && object->is_namespace(), "'", s.names[0], "' is not a namespace, so its attribute '",
                 s.attribute, "' cannot be set");
+        if (meter.growth) meter.growth->changes();
         object->name_space().set(s.attribute, std::move(value));
     }
 
@@ -160,7 +165,11 @@ class Renderer {
     // Flow::Break and Flow::Continue come from the else block and are for the loop around this one.
     Flow loop(const Statement& s, Scope& scope, Writer& out) {
         auto state = std::make_shared<Loop>();
-        state->items = evaluate(*s.expression, scope).iterate(meter);
+        const Value list = evaluate(*s.expression, scope);
+        Growth* const growth = list.is_list() ? list.sequence().growth : nullptr;
+        if (growth) begin_watched_loop(s, list, out);
+        state->growth = growth;
+        state->items = growth ? copied(list.sequence().items) : list.iterate(meter);
         if (!s.conditions.empty()) {
             const auto refused = [&](const Value& item) {
                 Scope inner{&scope};
@@ -171,6 +180,7 @@ class Renderer {
             items.erase(std::remove_if(items.begin(), items.end(), refused), items.end());
         }
         if (state->items.empty()) {
+            if (growth) growth->depends();
             Scope inner{&scope};
             return execute(s.blocks[1], inner, out);
         }
@@ -179,9 +189,32 @@ class Renderer {
             Scope inner{&scope};
             inner.set("loop", state, meter);
             unpack(s.names, state->items.all[i], inner);
-            if (execute(s.blocks[0], inner, out) == Flow::Break) break;
+            if (growth) growth->starts.push_back(out.written().size());
+            if (execute(s.blocks[0], inner, out) == Flow::Break) {
+                if (growth) growth->depends();
+                break;
+            }
+        }
+        if (growth) {
+            growth->end = out.written().size();
+            growth->ended = true;
         }
         return Flow::Next;
+    }
+
+    Items copied(const Items& items) {
+        Items out(&meter);
+        for (const Value& item : items) out.add(item);
+        return out;
+    }
+
+    // A loop over the watched list: one that writes to the text itself, and the only one.
+    void begin_watched_loop(const Statement& s, const Value& list, const Writer& out) const {
+        Growth& growth = *list.sequence().growth;
+        const bool may_be_empty = list.sequence().items.empty() || list.sequence().left_out > 0;
+        if (growth.began() || &out != root_out || !s.conditions.empty() || (may_be_empty && !s.blocks[1].empty()))
+            growth.depends();
+        growth.starts.assign(list.sequence().left_out, out.written().size());
     }
 
     // ---- expressions ------------------------------------------------------------------------------------------------
@@ -298,6 +331,8 @@ class Renderer {
         if (!is_text && !object.is_list() && !object.is_tuple())
             return Undefined{str(object.type_name(), " object has no slices")};
         require(bounds[2] != 0, "a slice's step is 0");
+        if (object.is_list() && object.sequence().growth && bounds[0] >= 0 && !given[1] && bounds[2] == 1)
+            return watched_slice(object.sequence(), size_t(bounds[0]));
         const int64_t n = object.length(meter), step = std::clamp(bounds[2], -n - 1, n + 1);
         // Python's slice.indices(n).
         const auto clipped = [&](int i, int64_t otherwise) {
@@ -310,6 +345,15 @@ class Renderer {
         Items items(&meter);
         for (int64_t i = begin; step > 0 ? i < end : i > end; i += step) items.add(object.items()[size_t(i)]);
         return {std::move(items), object.is_list() ? Kind::List : Kind::Tuple};
+    }
+
+    // The watched list without its first elements.
+    Value watched_slice(const Sequence& list, size_t begin) {
+        Items items(&meter);
+        for (size_t i = begin; i < list.items.size(); i++) items.add(list.items.all[i]);
+        Value out(std::move(items), Kind::List);
+        out.watch(list.growth, list.left_out + begin);
+        return out;
     }
 
     Value text_slice(const Value& object, int64_t begin, int64_t end, int64_t step) {
@@ -411,6 +455,7 @@ class Renderer {
     Meter meter;
     const std::tm& now;
     Scope root;
+    const Writer* root_out = nullptr;
     std::deque<Dict> namespaces;
     int depth = 0;
 };
@@ -420,7 +465,23 @@ class Renderer {
 Template::Template(const std::string& source, const std::string& n) : name(n), block(parse(source, n)) {}
 
 Text Template::render(const Variables& variables, const std::tm& now) const {
-    Renderer renderer(variables, now);
+    return render_watched(variables, now, nullptr);
+}
+
+Text Template::render(const Variables& variables, const std::tm& now, const Value& growing, Growth& growth) const {
+    struct Watch {
+        Watch(const Value& v, Growth& g) : value(v) { value.watch(&g); }
+        ~Watch() { value.watch(nullptr); }
+        const Value& value;
+    };
+    const Watch watch(growing, growth);
+    Text out = render_watched(variables, now, &growth);
+    if (!growth.ended) growth.depends();
+    return out;
+}
+
+Text Template::render_watched(const Variables& variables, const std::tm& now, Growth* growth) const {
+    Renderer renderer(variables, now, growth);
     try {
         return renderer.run(block);
     } catch (const Refusal&) {

@@ -292,7 +292,7 @@ Value made(Text text, Meter& meter) {
 }
 
 Value::Value(Items items, Kind kind) {
-    auto sequence = std::make_shared<Sequence>(Sequence{std::move(items), kind, 1, false});
+    auto sequence = std::make_shared<Sequence>(Sequence{std::move(items), kind});
     for (const Value& item : sequence->items) sequence->depth = std::max(sequence->depth, item.depth() + 1);
     require(sequence->depth <= MAX_DEPTH, "lists nested more than ", MAX_DEPTH, " deep");
     data = std::move(sequence);
@@ -334,7 +334,14 @@ bool Value::is_sequence(Kind kind) const {
 }
 
 const std::vector<Value>& Value::items() const {
+    if (sequence().growth) sequence().growth->depends();
     return sequence().items.all;
+}
+
+void Value::watch(Growth* growth, size_t left_out) const {
+    Sequence& list = *std::get<SequencePointer>(data);
+    list.growth = growth;
+    list.left_out = left_out;
 }
 
 int Value::depth() const {
@@ -343,6 +350,8 @@ int Value::depth() const {
 
 Sequence& Value::changed_list(Meter& meter) const {
     const SequencePointer list = std::get<SequencePointer>(data);
+    if (meter.growth) meter.growth->changes();
+    if (list->growth) list->growth->depends();
     if (std::exchange(list->changed, true)) return *list;
     std::vector<Value> original;
     if (!list->items.payer()) {
@@ -359,6 +368,7 @@ Sequence& Value::changed_list(Meter& meter) const {
 
 Dict& Value::changed_dict(Meter& meter) const {
     const DictPointer dict = std::get<DictPointer>(data);
+    if (meter.growth) meter.growth->changes();
     if (std::exchange(dict->changed, true)) return *dict;
     const auto original = std::make_shared<Dict>(dict->payer() ? Dict() : dict->copy(&meter));
     meter.make(HEADER_BYTES + sizeof(Dict));
@@ -401,7 +411,9 @@ bool Value::truth() const {
     if (is_undefined() || is_none()) return false;
     if (is_number()) return number() != 0;
     if (is_string()) return !text().empty();
-    if (is_sequence()) return is_sequence(Kind::Generator) || !items().empty();
+    if (is_sequence(Kind::Generator)) return true;
+    // A watched list without its first elements may be empty in another conversation.
+    if (is_sequence()) return sequence().left_out == 0 ? !sequence().items.empty() : !items().empty();
     if (is_dict()) return dict().size() > 0;
     return true;
 }

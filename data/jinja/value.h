@@ -85,7 +85,8 @@ class Value {
     const Undefined& undefined() const { return std::get<Undefined>(data); }
     const Text& text() const { return *std::get<TextPointer>(data); }
     const Sequence& sequence() const { return *std::get<SequencePointer>(data); }
-    const std::vector<Value>& items() const;  // of a sequence
+    const std::vector<Value>& items() const;  // of a sequence; who asks can see its end
+    void watch(Growth* growth, size_t left_out = 0) const;
     const Dict& dict() const { return *std::get<DictPointer>(data); }
     Dict& name_space() const { return *std::get<Dict*>(data); }
     Loop& loop() const { return *std::get<LoopPointer>(data); }
@@ -166,7 +167,9 @@ struct Sequence {
     Items items;
     Kind kind = Kind::List;
     int depth = 1;
-    bool changed = false;  // by a method
+    bool changed = false;      // by a method
+    Growth* growth = nullptr;  // of a list whose end is watched; and how many elements of that list are left out here
+    size_t left_out = 0;
 };
 
 // A dictionary, in order of insertion. Keys are equal as in Python: 1, 1.0 and True are one key.
@@ -214,6 +217,7 @@ class Dict {
 struct Loop {
     Items items;
     size_t index = 0;
+    Growth* growth = nullptr;
     std::vector<Value> last_changed;  // the arguments of loop.changed()
     bool any_changed = false;
 };
