@@ -74,14 +74,16 @@ class Renderings {
         if (appends) {
             const size_t begin = growth.starts[count];
             const jinja::Text& rest = generation_prompt ? prompt_rest : turn_rest;
-            const size_t same = shared_prefix(std::string_view(rest.chars), std::string_view(whole.chars).substr(begin));
+            const size_t same =
+                shared_prefix(std::string_view(rest.chars), std::string_view(whole.chars).substr(begin));
             return {begin + same, part(rest, same, rest.size())};
         }
         const std::vector<Message> some(messages.begin(), messages.begin() + int64_t(count));
         const jinja::Text text = chat_template.render(some, generation_prompt, now);
         rendered += text.size();
-        require(rendered <= MAX_RENDERED, chat_template.file(), ": writes the turns of a conversation by what follows, so ",
-                messages.size(), " messages take too long; split the conversation");
+        require(rendered <= MAX_RENDERED, chat_template.file(),
+                ": writes the turns of a conversation by what follows, so ", messages.size(),
+                " messages take too long; split the conversation");
         return variant_of(whole, text);
     }
 
@@ -243,10 +245,11 @@ Example encode_conversation(const std::vector<Message>& messages, const ChatTemp
         }
         // Only what the template writes after the content may differ when more turns follow (Phi-3's end of the text).
         const bool content_follows = std::any_of(turn.rest.marks.begin(), turn.rest.marks.end(), is_content);
-        require(prompt.rest.empty() && prompt.shared <= turn.shared && !content_follows, chat_template.file(),
-                ": writes message ", i + 1,
-                ", an assistant turn, or what is before it, otherwise when the conversation goes on, so its loss tokens "
-                "are not defined; leave out later turns, or use a template that only appends");
+        require(
+            prompt.rest.empty() && prompt.shared <= turn.shared && !content_follows, chat_template.file(),
+            ": writes message ", i + 1,
+            ", an assistant turn, or what is before it, otherwise when the conversation goes on, so its loss tokens "
+            "are not defined; leave out later turns, or use a template that only appends");
         const size_t begin = tokens.shared_with(prompt);
         const size_t end = last ? example.tokens.size() : std::max(begin, tokens.shared_with(turn));
         std::fill(example.loss.begin() + int64_t(begin),

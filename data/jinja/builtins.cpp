@@ -589,10 +589,18 @@ bool cased_as(ArgumentReader& in, const Value& value) {
 }
 
 const std::map<std::string, Test>& tests() {
-    static const Test equal = [](ArgumentReader& in, const Value& v) { return Value::equal(v, in.get(0, "b"), in.meter); };
-    static const Test differ = [](ArgumentReader& in, const Value& v) { return !Value::equal(v, in.get(0, "b"), in.meter); };
-    static const Test less = [](ArgumentReader& in, const Value& v) { return Value::less(v, in.get(0, "b"), in.meter); };
-    static const Test more = [](ArgumentReader& in, const Value& v) { return Value::less(in.get(0, "b"), v, in.meter); };
+    static const Test equal = [](ArgumentReader& in, const Value& v) {
+        return Value::equal(v, in.get(0, "b"), in.meter);
+    };
+    static const Test differ = [](ArgumentReader& in, const Value& v) {
+        return !Value::equal(v, in.get(0, "b"), in.meter);
+    };
+    static const Test less = [](ArgumentReader& in, const Value& v) {
+        return Value::less(v, in.get(0, "b"), in.meter);
+    };
+    static const Test more = [](ArgumentReader& in, const Value& v) {
+        return Value::less(in.get(0, "b"), v, in.meter);
+    };
     static const Test at_most = [](ArgumentReader& in, const Value& v) {
         const Value& b = in.get(0, "b");
         return Value::less(v, b, in.meter) || Value::equal(v, b, in.meter);
@@ -629,7 +637,9 @@ const std::map<std::string, Test>& tests() {
         {"in", [](ArgumentReader& in, const Value& v) { return Value::contains(in.get(0, "seq"), v, in.meter); }},
         {"integer", [](ArgumentReader&, const Value& v) { return v.is_int(); }},
         {"iterable",
-         [](ArgumentReader&, const Value& v) { return v.is_undefined() || v.is_string() || v.is_sequence() || v.is_dict(); }},
+         [](ArgumentReader&, const Value& v) {
+             return v.is_undefined() || v.is_string() || v.is_sequence() || v.is_dict();
+         }},
         {"le", at_most},
         {"lessthan", less},
         {"lower", cased_as<Case::Lower>},
@@ -650,8 +660,7 @@ const std::map<std::string, Test>& tests() {
              return v.is_undefined() || v.is_string() || v.is_dict() || v.is_list() || v.is_tuple();
          }},
         {"string", [](ArgumentReader&, const Value& v) { return v.is_string(); }},
-        {"test",
-         [](ArgumentReader&, const Value& v) { return v.is_string() && tests().count(v.text().chars) > 0; }},
+        {"test", [](ArgumentReader&, const Value& v) { return v.is_string() && tests().count(v.text().chars) > 0; }},
         {"true", is_true},
         {"undefined", [](ArgumentReader&, const Value& v) { return v.is_undefined(); }},
         {"upper", cased_as<Case::Upper>},

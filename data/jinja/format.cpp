@@ -41,7 +41,9 @@ int64_t number_at(std::string_view text, size_t& i) {
 
 void pad(const Text& body, size_t sign_bytes, const Spec& spec, char align, Writer& out) {
     const int64_t missing = std::max<int64_t>(spec.width - int64_t(count_characters(body.chars)), 0),
-                  before = align == '<' ? 0 : align == '^' ? missing / 2 : missing;
+                  before = align == '<'   ? 0
+                           : align == '^' ? missing / 2
+                                          : missing;
     if (align == '=') {
         out.put(body, {0, sign_bytes});
         out.put_times(spec.fill, missing);
@@ -156,7 +158,8 @@ class PercentFormat {
         const Value* named = nullptr;
         if (peek(i) == '(') {
             const size_t end = find_text(format.chars, ")", i);
-            require(end != std::string::npos && values.is_dict(), "%: the format names a value, which needs a dictionary");
+            require(end != std::string::npos && values.is_dict(),
+                    "%: the format names a value, which needs a dictionary");
             const std::string name = format.chars.substr(i + 1, end - i - 1);
             named = values.dict().find(name);
             require(named, "%: the dictionary has no '", name, "'");
@@ -225,9 +228,8 @@ class PercentFormat {
             case 'd':
             case 'i':
             case 'u':
-                require(value.is_number() && (value.is_integer() || std::fabs(value.number()) < 9e18),
-                        "%: %", conversion, " takes a number of at most 64 bits, not a value of type ",
-                        value.type_name());
+                require(value.is_number() && (value.is_integer() || std::fabs(value.number()) < 9e18), "%: %",
+                        conversion, " takes a number of at most 64 bits, not a value of type ", value.type_name());
                 spec.type = 'd';
                 return put_number(value.is_float() ? Value(int64_t(value.number())) : value, spec, out);
             case 'o':

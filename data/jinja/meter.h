@@ -14,8 +14,9 @@ namespace jinja {
 
 constexpr size_t MAX_SOURCE = size_t(512) << 10;  // bytes of a template: its tree takes up to 100 times as much
 constexpr int64_t MAX_STEPS = 20'000'000;         // evaluated expressions and statements, and 64 bytes of text each
-constexpr int64_t MAX_BYTES = int64_t(80) << 20;  // of values that a render holds; buffers that grow take up to 2.5 times
-constexpr int MAX_NESTING = 500;                  // evaluations inside each other, through macros that call macros
+constexpr int64_t MAX_BYTES = int64_t(80)
+                              << 20;    // of values that a render holds; buffers that grow take up to 2.5 times
+constexpr int MAX_NESTING = 500;        // evaluations inside each other, through macros that call macros
 constexpr int MAX_DEPTH = 100;          // lists inside lists; blocks or operators inside each other in a template
 constexpr int64_t MAX_RANGE = 100'000;  // numbers of range(), as in jinja2's sandbox
 

@@ -353,8 +353,8 @@ Value call_method(const std::string& name, const Value& object, const Arguments&
     require_defined(object);
     require(has_method(object, name), "a value of type ", object.type_name(), " has no method '", name, "'");
     ArgumentReader in(name, arguments, meter);
-    Value out = object.is_string() ? string_methods().at(name)(in, object.text())
-                                   : methods_of(object)->at(name)(in, object);
+    Value out =
+        object.is_string() ? string_methods().at(name)(in, object.text()) : methods_of(object)->at(name)(in, object);
     in.done();
     return out;
 }
@@ -363,8 +363,7 @@ Value attribute(const Value& object, const std::string& name) {
     require_defined(object);
     if (has_method(object, name)) return Method{name};
     if (object.is_loop()) return loop_attribute(object.loop(), name);
-    if (object.is_sequence(Kind::Group) && (name == "grouper" || name == "list"))
-        return object.items()[name == "list"];
+    if (object.is_sequence(Kind::Group) && (name == "grouper" || name == "list")) return object.items()[name == "list"];
     const Value* const found = object.is_dict()        ? object.dict().find(name)
                                : object.is_namespace() ? object.name_space().find(name)
                                                        : nullptr;

@@ -99,8 +99,8 @@ Value binary_operation(const std::string& op, const Value& left, const Value& ri
     }
     if (op == "*" && repeats(left) && right.is_integer()) return repeated(left, right.integer(), meter);
     if (op == "*" && repeats(right) && left.is_integer()) return repeated(right, left.integer(), meter);
-    throw Error(str("'", op, "' of values of types ", left.type_name(), " and ", right.type_name(),
-                    " is not supported"));
+    throw Error(
+        str("'", op, "' of values of types ", left.type_name(), " and ", right.type_name(), " is not supported"));
 }
 
 bool comparison(const Value& left, const std::string& op, const Value& right, Meter& meter) {

@@ -360,7 +360,8 @@ class Renderer {
         const Text& text = object.text();
         meter.scan(text.size());
         if (step == 1) {
-            const size_t from = character_start(text.chars, size_t(begin)), to = character_start(text.chars, size_t(end));
+            const size_t from = character_start(text.chars, size_t(begin)),
+                         to = character_start(text.chars, size_t(end));
             return part_of(text, {from, std::max(from, to)}, meter);
         }
         const Items characters = object.iterate(meter);

@@ -390,10 +390,7 @@ int64_t Value::integer() const {
 
 std::string Value::type_name() const {
     if (is_sequence())
-        return is_list()                    ? "list"
-               : is_tuple()                 ? "tuple"
-               : sequence().kind == Kind::View ? "dict view"
-                                            : "generator";
+        return is_list() ? "list" : is_tuple() ? "tuple" : sequence().kind == Kind::View ? "dict view" : "generator";
     return is_undefined()   ? "Undefined"
            : is_none()      ? "NoneType"
            : is_bool()      ? "bool"
@@ -540,7 +537,8 @@ bool Value::less(const Value& a, const Value& b, Meter& meter) {
     }
     require((a.is_list() && b.is_list()) || (a.is_tuple() && b.is_tuple()), "values of types ", a.type_name(), " and ",
             b.type_name(), " have no order");
-    return sequence_less(a.items(), b.items(), meter, [&](const Value& x, const Value& y) { return less(x, y, meter); });
+    return sequence_less(a.items(), b.items(), meter,
+                         [&](const Value& x, const Value& y) { return less(x, y, meter); });
 }
 
 bool Value::contains(const Value& container, const Value& item, Meter& meter) {

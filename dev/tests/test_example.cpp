@@ -163,7 +163,8 @@ TEST(Examples, LossFollowsTheDefinitionForTemplatesThatLookAhead) {
         loop + turn + ending + "{{ messages[0].role }}",
         loop + turn + ending + "{{ messages|length }}",
         "{% set n = namespace(k=0) %}" + loop + "{% set n.k = n.k + 1 %}" + turn + ending + "{{ n.k }}",
-        "{% set n = namespace(k=0) %}" + loop + "{% set n.k = n.k + 1 %}{% endfor %}" + loop + "{{ n.k }}" + turn + ending,
+        "{% set n = namespace(k=0) %}" + loop + "{% set n.k = n.k + 1 %}{% endfor %}" + loop + "{{ n.k }}" + turn +
+            ending,
         "{% set l = [] %}" + loop + "{% set _ = l.append(1) %}" + turn + ending + "{{ l|length }}",
         "{% set t %}" + loop + turn + "{% endfor %}{% endset %}{{ t[5:] }}{% if add_generation_prompt %}x{% endif %}",
         "{% for m in messages if m.role != 'system' %}" + turn + ending,
@@ -225,12 +226,16 @@ TEST(Examples, GenerationPromptThatStoredTurnsLeaveOut) {
     EXPECT_EQ(tokenizer.decode(example.tokens), "<|User|>Hi<|Assistant|><think>\nWhy.\n</think>\n\nYes.<|end|>");
     EXPECT_EQ(learnt(example, tokenizer), "Why.\n</think>\n\nYes.<|end|>");
     const std::string error = error_of([&] { encode({{"user", "Hi"}, {"assistant", "Yes."}}); });
-    EXPECT_NE(error.find("the generation prompt is '<|Assistant|><think>\\n', but message 2, an assistant turn, does not "
-                         "begin so"),
-              std::string::npos)
+    EXPECT_NE(
+        error.find("the generation prompt is '<|Assistant|><think>\\n', but message 2, an assistant turn, does not "
+                   "begin so"),
+        std::string::npos)
         << error;
     const std::string many = error_of([&] {
-        encode({{"user", "Hi"}, {"assistant", "<think>\na</think>b"}, {"user", "c"}, {"assistant", "<think>\nd</think>e"}});
+        encode({{"user", "Hi"},
+                {"assistant", "<think>\na</think>b"},
+                {"user", "c"},
+                {"assistant", "<think>\nd</think>e"}});
     });
     EXPECT_NE(many.find("but message 2, an assistant turn"), std::string::npos) << many;
     // A stored turn that begins as the generation prompt is trained as it is.

@@ -567,14 +567,26 @@ class HostileTemplate {
     std::string text(int depth) {
         if (depth == 0) return one_of({"x", "w", "l", "n.t", "'a'", "'ab'", "''", "'\n'", "i|string"});
         const auto t = [&] { return "(" + text(depth - 1) + ")"; };
-        return one_of({t() + " ~ " + t(), t() + ".replace(" + t() + ", " + t() + ")", t() + "|indent(" + number() + ")",
-                       "(" + list(depth - 1) + ")|join(" + t() + ")", t() + "|tojson(indent=" + number() + ")",
-                       "(" + list(depth - 1) + ")|tojson(indent=99)", t() + " * " + number(), t() + ".strip(" + t() + ")",
-                       t() + "[" + number() + ":]", t() + "[::-" + number() + "]", "'%" + number() + "s' % " + t(),
-                       "'{:>" + number() + "}{}'.format(" + t() + ", " + t() + ")", t() + "|upper", t() + "|title",
-                       "(" + t() + ".find(" + t() + "))|string", "(" + t() + ".rfind(" + t() + "))|string",
-                       "(" + t() + ".count(" + t() + "))|string", "(" + t() + "|length)|string",
-                       "(" + list(depth - 1) + ")|string", t() + ".removesuffix(" + t() + ")"});
+        return one_of({t() + " ~ " + t(),
+                       t() + ".replace(" + t() + ", " + t() + ")",
+                       t() + "|indent(" + number() + ")",
+                       "(" + list(depth - 1) + ")|join(" + t() + ")",
+                       t() + "|tojson(indent=" + number() + ")",
+                       "(" + list(depth - 1) + ")|tojson(indent=99)",
+                       t() + " * " + number(),
+                       t() + ".strip(" + t() + ")",
+                       t() + "[" + number() + ":]",
+                       t() + "[::-" + number() + "]",
+                       "'%" + number() + "s' % " + t(),
+                       "'{:>" + number() + "}{}'.format(" + t() + ", " + t() + ")",
+                       t() + "|upper",
+                       t() + "|title",
+                       "(" + t() + ".find(" + t() + "))|string",
+                       "(" + t() + ".rfind(" + t() + "))|string",
+                       "(" + t() + ".count(" + t() + "))|string",
+                       "(" + t() + "|length)|string",
+                       "(" + list(depth - 1) + ")|string",
+                       t() + ".removesuffix(" + t() + ")"});
     }
     std::string list(int depth) {
         if (depth == 0) return one_of({"n.l", "[]", "[x, w]", "range(" + number() + ")", "l.split()", "[[[1]]]"});
@@ -620,7 +632,8 @@ TEST_F(Fuzz, TemplatesCostLittle) {
         repeated("{% set y = x|trim('bcdefghijklmnopqrstuvwxyza') %}"),
         "{{ ([[[[[[1]]]]]] * 100000)|tojson(indent=100) }}",
         repeated("{% set y = {" + keys + "} %}"),
-        "{% set n = namespace(a=[1]) %}{% for i in range(90) %}{% set n.a = [n.a, n.a] %}{% endfor %}{{ n.a == n.a|list }}",
+        "{% set n = namespace(a=[1]) %}{% for i in range(90) %}{% set n.a = [n.a, n.a] %}{% endfor %}{{ n.a == "
+        "n.a|list }}",
         "{% set n = namespace(a=[]) %}{% for i in range(99999) %}{% set b = [] %}{% set _ = b.append(n.a) %}"
         "{% set n.a = b %}{% endfor %}{{ n.a }}",
         "{% set a = [] %}{% set _ = a.append(a) %}{{ a }}",

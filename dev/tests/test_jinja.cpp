@@ -114,8 +114,7 @@ TEST(Jinja, ErrorsNameTheLine) {
     EXPECT_EQ(error_of("{% if x %}\n a"), "t:1: the block has no {% endif %}");
     EXPECT_EQ(error_of("{{ 'a }}"), "t:1: the string that begins with ' has no end");
     EXPECT_EQ(error_of("{{ 9223372036854775807 + 1 }}"), "t:1: a number is larger than 64 bits hold");
-    EXPECT_EQ(error_of("{{ x|upper }}", {{"x", "\u00e9"}}),
-              "t:1: upper, title and capitalize take ASCII text only");
+    EXPECT_EQ(error_of("{{ x|upper }}", {{"x", "\u00e9"}}), "t:1: upper, title and capitalize take ASCII text only");
     EXPECT_EQ(render("{{ x|lower }}", {{"x", "\u00c9A\u0416"}}).chars, "\u00e9a\u0436");
     EXPECT_NE(error_of("{{ x|lower }}", {{"x", "\u03a3"}}).find("depends on the text around it"), std::string::npos);
 }
@@ -151,7 +150,8 @@ TEST(Jinja, LimitsAreErrors) {
     EXPECT_EQ(error_of(std::string(600'000, 'x')),
               "t: a template of 600000 bytes is larger than 524288, the most that is read");
     // Memory that a value held is given back: a long conversation goes through many steps.
-    const std::string copies = "{% for i in range(10) %}{% set y = x|trim|replace('b', 'c') ~ 'd' %}{% endfor %}{{ x }}";
+    const std::string copies =
+        "{% for i in range(10) %}{% set y = x|trim|replace('b', 'c') ~ 'd' %}{% endfor %}{{ x }}";
     EXPECT_EQ(render(copies, {{"x", std::string(8 << 20, 'a')}}).size(), size_t(8) << 20);
 }
 
@@ -220,7 +220,8 @@ TEST(Jinja, ContentStaysContentInEveryBuiltin) {
         {"length", {"x|length"}},
         {"list", {"x|list", "d|list"}},
         {"lower", {"x|lower", "[s]|map('lower')|list"}},
-        {"map", {"m|map(attribute='k')|list", "[{}]|map(attribute='k', default=s)|list", "l|map('replace', 'a', s)|list"}},
+        {"map",
+         {"m|map(attribute='k')|list", "[{}]|map(attribute='k', default=s)|list", "l|map('replace', 'a', s)|list"}},
         {"max", {"l|max"}},
         {"min", {"l|min"}},
         {"reject", {"l|reject('none')|list"}},
@@ -236,8 +237,8 @@ TEST(Jinja, ContentStaysContentInEveryBuiltin) {
         {"sum", {"[l]|sum(start=[])", "[{'a': l}]|sum('a', [])"}},
         {"title", {"x|title"}},
         {"tojson",
-         {"d|tojson", "x|tojson", "[1]|tojson(indent=s)", "[1, 2]|tojson(separators=(s, s))", "{'a': 1}|tojson(separators=(s, s))",
-          "l|tojson(indent=1)", "d|tojson(ensure_ascii=true, sort_keys=true)"}},
+         {"d|tojson", "x|tojson", "[1]|tojson(indent=s)", "[1, 2]|tojson(separators=(s, s))",
+          "{'a': 1}|tojson(separators=(s, s))", "l|tojson(indent=1)", "d|tojson(ensure_ascii=true, sort_keys=true)"}},
         {"trim", {"x|trim", "x|trim('Z')", "'a'|trim(s) ~ s"}},
         {"unique", {"l|unique|list"}},
         {"upper", {"x|upper", "n|upper"}},
@@ -246,7 +247,9 @@ TEST(Jinja, ContentStaysContentInEveryBuiltin) {
         {"str.count", {"x.count(s)"}},
         {"str.endswith", {"x.endswith(s)"}},
         {"str.find", {"x.find(s)"}},
-        {"str.format", {"f.format(s)", "'{:>9}{!r}{a}'.format(s, s, a=s)", "'{0[Qk]}'.format(d)", "(s ~ '{:' ~ s ~ '>5}').format(1)"}},
+        {"str.format",
+         {"f.format(s)", "'{:>9}{!r}{a}'.format(s, s, a=s)", "'{0[Qk]}'.format(d)",
+          "(s ~ '{:' ~ s ~ '>5}').format(1)"}},
         {"str.join", {"','.join(l)", "s.join('ab')"}},
         {"str.lower", {"x.lower()"}},
         {"str.lstrip", {"x.lstrip()", "x.lstrip('Z')"}},
@@ -280,8 +283,9 @@ TEST(Jinja, ContentStaysContentInEveryBuiltin) {
         {"dict.values", {"d.values()|list"}},
         {"loop.changed", {}},
         {"loop.cycle", {}},
-        {"", {"s ~ 1", "s + 'a'", "s * 3", "[s] * 2", "(s,) + (x,)", "x[2:]", "x[::-1]", "x[0]", "f % (s, 1)", "'%5s' % s",
-              "'%(a)s' % {'a': s}", "'%c' % s", "s if 1", "none_such or s", "s and x", "{s: 1}", "{'a': s}", "[[s]]"}},
+        {"",
+         {"s ~ 1", "s + 'a'", "s * 3", "[s] * 2", "(s,) + (x,)", "x[2:]", "x[::-1]", "x[0]", "f % (s, 1)", "'%5s' % s",
+          "'%(a)s' % {'a': s}", "'%c' % s", "s if 1", "none_such or s", "s and x", "{s: 1}", "{'a': s}", "[[s]]"}},
     };
     std::map<std::string, size_t> covered;
     const auto check = [&](const std::string& source, bool has_content) {
@@ -295,8 +299,9 @@ TEST(Jinja, ContentStaysContentInEveryBuiltin) {
         }
         EXPECT_TRUE(found > 0 || !has_content) << source << "\n" << text.chars;
     };
-    const std::string numbers[] = {"count", "length", "wordcount", "str.count", "str.endswith", "str.find", "str.rfind",
-                                   "str.startswith", "list.count", "list.index", "tuple.count", "tuple.index"};
+    const std::string numbers[] = {"count",        "length",     "wordcount",   "str.count",
+                                   "str.endswith", "str.find",   "str.rfind",   "str.startswith",
+                                   "list.count",   "list.index", "tuple.count", "tuple.index"};
     for (const auto& [name, templates] : cases) {
         covered[name]++;
         const bool text = std::find(std::begin(numbers), std::end(numbers), name) == std::end(numbers);
@@ -305,7 +310,8 @@ TEST(Jinja, ContentStaysContentInEveryBuiltin) {
     for (const char* source :
          {"{% for i in l %}{{ loop.cycle(i, s) }}{{ loop.previtem }}{{ loop.changed(i) }}{% endfor %}",
           "{% filter upper %}{{ x }}{% endfilter %}", "{% with a=s %}{{ a }}{% endwith %}",
-          "{% set a | trim %}{{ x }}{% endset %}{{ a }}", "{% macro g(a) %}{{ a }}{% endmacro %}{{ g(s) }}{{ g(*[s]) }}",
+          "{% set a | trim %}{{ x }}{% endset %}{{ a }}",
+          "{% macro g(a) %}{{ a }}{% endmacro %}{{ g(s) }}{{ g(*[s]) }}",
           "{% for k, v in d.items() %}{{ k }}{{ v }}{% endfor %}", "{% print s %}",
           "{% set o = namespace(a=1) %}{% set o.a = s %}{{ o.a }}", "{% generation %}{{ s }}{% endgeneration %}"})
         check(source, true);
