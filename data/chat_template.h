@@ -20,7 +20,7 @@ class ChatTemplate {
   public:
     // The template of a model directory: chat_template.jinja, else `chat_template` in tokenizer_config.json (of several
     // the one named default), with the special tokens (bos_token, …) that tokenizer_config.json names. Throws Error if
-    // there is none, or if it uses what data/jinja/ does not support.
+    // there is none, or if its syntax is wrong.
     explicit ChatTemplate(const std::string& model_directory);
     static bool exists(const std::string& model_directory);
 
