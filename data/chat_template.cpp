@@ -13,16 +13,27 @@ namespace {
 constexpr const char* TOKEN_NAMES[] = {"bos_token", "eos_token", "unk_token", "pad_token",
                                        "sep_token", "cls_token", "mask_token"};
 
-// The default one of a model's templates; null if it has none.
-json default_template(const json& config) {
+// `chat_template` as transformers reads it: text; or several templates by name, as an object or as a list of {"name",
+// "template"}, of which conversations use the one named default. Null if there is none.
+json default_template(const json& config, const std::string& path) {
     const json found = config.is_object() ? config.value("chat_template", json()) : json();
-    if (!found.is_array()) return found;
-    json chosen;  // a list of {"name", "template"}
-    for (const json& one : found) {
-        if (one.is_object() && (chosen.is_null() || one.value("name", json()) == "default"))
-            chosen = one.value("template", json());
+    if (found.is_null() || found.is_string()) return found;
+    const std::string where = path + ": chat_template";
+    require(found.is_array() || found.is_object(), where, " is ", found.dump(),
+            "; it must be a template, or an object of templates by name");
+    json by_name = found.is_object() ? found : json::object();
+    for (const json& one : found.is_array() ? found : json::array()) {
+        require(one.is_object() && one.value("name", json()).is_string(), where, " is a list with ", one.dump(),
+                "; its elements must be {\"name\": ..., \"template\": ...}");
+        by_name[one["name"].get<std::string>()] = one.value("template", json());
     }
-    return chosen;
+    std::string names;
+    for (const auto& [name, _] : by_name.items()) names += (names.empty() ? "" : ", ") + name;
+    require(by_name.contains("default"), where, " has several templates (", names,
+            ") and none named default; write the one to use to chat_template.jinja");
+    require(by_name["default"].is_string(), where, ": the template 'default' is ", by_name["default"].dump(),
+            ", not text");
+    return by_name["default"];
 }
 
 std::vector<int32_t> encode_from(const jinja::Text& text, size_t begin, const Tokenizer& tokenizer) {
@@ -54,7 +65,7 @@ ChatTemplate::Source ChatTemplate::read(const std::string& directory) {
         out.text = read_file(out.path);
         return out;
     }
-    const json found = default_template(config);
+    const json found = default_template(config, config_path);
     if (found.is_string()) {
         out.path = config_path + ": chat_template";
         out.text = found.get<std::string>();
@@ -83,20 +94,31 @@ ChatTemplate::ChatTemplate(Source source)
 
 jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_generation_prompt,
                                  const std::tm& now) const {
-    std::vector<jinja::Value> list;
+    return render(messages, add_generation_prompt, now, nullptr);
+}
+
+jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
+                                 jinja::Growth& growth) const {
+    return render(messages, add_generation_prompt, now, &growth);
+}
+
+jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
+                                 jinja::Growth* growth) const {
+    jinja::Items list;
     for (const Message& message : messages) {
         jinja::Dict one;
-        one.set(jinja::Text("role"), jinja::Text(message.role));
-        one.set(jinja::Text("content"), jinja::Text(message.content, jinja::CONTENT));
-        list.emplace_back(std::move(one));
+        one.set("role", jinja::Text(message.role));
+        one.set("content", jinja::Text(message.content, jinja::CONTENT));
+        list.add(std::move(one));
     }
     jinja::Template::Variables variables = special_tokens;
-    variables.emplace_back("messages", jinja::Value(std::move(list), jinja::Sequence::Kind::List));
+    const jinja::Value conversation(std::move(list), jinja::Kind::List);
+    variables.emplace_back("messages", conversation);
     variables.emplace_back("add_generation_prompt", add_generation_prompt);
     variables.emplace_back("tools", jinja::None{});
     variables.emplace_back("documents", jinja::None{});
     try {
-        return program.render(variables, now);
+        return growth ? program.render(variables, now, conversation, *growth) : program.render(variables, now);
     } catch (const jinja::Refusal& e) {
         throw Error(str(path, " refuses the conversation: ", e.what()));
     }

@@ -20,13 +20,16 @@ class ChatTemplate {
   public:
     // The template of a model directory: chat_template.jinja, else `chat_template` in tokenizer_config.json (of several
     // the one named default), with the special tokens (bos_token, …) that tokenizer_config.json names. Throws Error if
-    // there is none, or if it uses what data/jinja/ does not support.
+    // there is none, or if its syntax is wrong.
     explicit ChatTemplate(const std::string& model_directory);
     static bool exists(const std::string& model_directory);
 
     // The conversation as text; now: the date that a template may write. add_generation_prompt: with the start of an
     // assistant turn. Throws Error where the template refuses the messages or fails.
     jinja::Text render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now) const;
+    // The same, and where each message begins in it (jinja::Growth).
+    jinja::Text render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
+                       jinja::Growth& growth) const;
     // Its tokens. Without special tokens in messages they are those of transformers' apply_chat_template().
     std::vector<int32_t> tokens(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
                                 const Tokenizer& tokenizer) const;
@@ -46,6 +49,8 @@ class ChatTemplate {
         jinja::Template::Variables special_tokens;
     };
     explicit ChatTemplate(Source source);
+    jinja::Text render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
+                       jinja::Growth* growth) const;
     static Source read(const std::string& model_directory);  // without a path if there is no template
     static Source read_existing(const std::string& model_directory);
 

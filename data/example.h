@@ -18,8 +18,11 @@ struct Example {
 // turn messages[i] are those between the rendering of messages[0, i) with the start of an assistant turn and that of
 // messages[0, i + 1), through the first special token after the response: the one that ends the turn. A token that
 // prompt and response share is a loss token.
-// Throws Error if there is no assistant turn, if a message holds a special token as text, if the template refuses the
-// messages, or if it writes a turn otherwise when more turns follow, as Qwen3's template does with reasoning.
+// If stored turns do not begin as the generation prompt, but the only response begins with what that ends with
+// ("<think>" of DeepSeek-R1, whose reasoning the template leaves out), the example is the generation prompt and the
+// response. Throws Error if there is no assistant turn, if a message holds a special token as text, if the template
+// refuses the messages, or if it writes a turn otherwise when more turns follow, as Qwen3's template does with
+// reasoning.
 Example encode_conversation(const std::vector<Message>& messages, const ChatTemplate& chat_template, const std::tm& now,
                             const Tokenizer& tokenizer);
 

@@ -775,7 +775,7 @@ class OtherTokenizers(DataTest):
         self.refused("b.jsonl:2: a message holds the special token <|im_end|>", "--tokenizer", folder, "--val", "0", "--text",
                      self.write("b.jsonl", b'\n{"prompt": "x<|im_end|>", "response": "y"}\n'))
         for template, part in ((b"{% for %}", "chat_template.jinja:1: "), (b"{{ x.y.z }}", "chat_template.jinja:1: "),
-                               (b"{{ messages | length }}", "writes the assistant turn 2 otherwise"),
+                               (b"{{ messages | length }}", "writes message 2, an assistant turn, or what is before it, otherwise"),
                                (b"{{ raise_exception('no system') }}", "no system")):
             self.write("tok/chat_template.jinja", template)
             self.refused(part, "--tokenizer", folder, "--val", "0", "--text", pair)

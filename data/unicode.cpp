@@ -135,6 +135,12 @@ bool ends_with_word(std::string_view text) {
     return n > 0 && is_word(utf8_code_point(text, text.size() - n, n));
 }
 
+uint32_t lower_case(uint32_t code_point) {
+    require(code_point != 0x130 && code_point != 0x3A3, "the lower case of ", utf8_character(code_point),
+            " depends on the text around it, which this program does not look at");
+    return uint32_t(utf8proc_tolower(int32_t(code_point)));
+}
+
 std::string unicode_library() {
     return str("utf8proc ", utf8proc_version(), ", Unicode ", utf8proc_unicode_version());
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -21,6 +22,9 @@ size_t space_at_end(std::string_view text);
 // annex C: letters, marks, decimal digits, connectors). False for an empty text and for bytes that are not UTF-8.
 bool starts_with_word(std::string_view text);
 bool ends_with_word(std::string_view text);
+
+// The character in lower case. Throws Error for the two whose form depends on the language or on what is around them.
+uint32_t lower_case(uint32_t code_point);
 
 // The library and the version of Unicode that it knows: "utf8proc 2.8.0, Unicode 15.0.0".
 std::string unicode_library();

@@ -37,18 +37,24 @@ class Conversation {
     }
     void add(const char* role, const std::string& content) { messages.push_back({role, content}); }
     void drop_last() { messages.pop_back(); }
-    // Drops the oldest user turn with its response. Returns false if there is only the last user turn.
-    bool drop_oldest() {
-        if (messages.size() < first_turn + 3) return false;
-        const auto oldest = messages.begin() + int64_t(first_turn);
-        messages.erase(oldest, oldest + 2);
-        return true;
-    }
+    // The user turns before the last one, each with its response.
+    size_t older_turns() const { return (messages.size() - first_turn - 1) / 2; }
+    void drop_oldest(size_t turns) { messages = without_oldest(turns); }
     // The tokens up to the start of the next response.
-    std::vector<int32_t> prompt() const { return chat_template.tokens(messages, true, date, tokenizer); }
+    std::vector<int32_t> prompt() const { return prompt_without(0); }
+    std::vector<int32_t> prompt_without(size_t oldest_turns) const {
+        return chat_template.tokens(without_oldest(oldest_turns), true, date, tokenizer);
+    }
     int64_t start_tokens() const { return start; }
 
   private:
+    std::vector<Message> without_oldest(size_t turns) const {
+        std::vector<Message> out = messages;
+        const auto oldest = out.begin() + int64_t(first_turn);
+        out.erase(oldest, oldest + 2 * int64_t(turns));
+        return out;
+    }
+
     const ChatTemplate& chat_template;
     const Tokenizer& tokenizer;
     std::vector<Message> messages;
@@ -61,8 +67,14 @@ class Conversation {
 std::vector<int32_t> fitting_prompt(Conversation& conversation, int64_t context, bool slide) {
     std::vector<int32_t> tokens = conversation.prompt();
     if (!slide || int64_t(tokens.size()) < context) return tokens;
-    while (int64_t(tokens.size()) > context / 2 && conversation.drop_oldest()) tokens = conversation.prompt();
-    return tokens;
+    // The fewest turns whose absence is enough, by bisection: each attempt renders the whole conversation.
+    size_t too_few = 0, enough = conversation.older_turns();
+    while (enough > too_few + 1) {
+        const size_t middle = (too_few + enough) / 2;
+        (int64_t(conversation.prompt_without(middle).size()) > context / 2 ? too_few : enough) = middle;
+    }
+    conversation.drop_oldest(enough);
+    return conversation.prompt();
 }
 
 }  // namespace

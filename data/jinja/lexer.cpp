@@ -1,6 +1,7 @@
 #include "data/jinja/lexer.h"
 
 #include <algorithm>
+#include <cctype>
 
 #include "data/jinja/marked_text.h"
 #include "data/utf8.h"
@@ -74,10 +75,11 @@ class Lexer {
         const char type = source[tag + 1], sign = tag + 2 < source.size() ? source[tag + 2] : ' ';
         const size_t length = before.size();
         if (sign == '-') {
-            before = strip(Text(before), RIGHT).chars;
+            before.resize(strip(before, RIGHT).end);
         } else if (sign != '+' && type != '{') {
             const size_t newline = before.rfind('\n'), begin = newline == std::string::npos ? 0 : newline + 1;
-            if ((begin > 0 || line_start) && strip(Text(before.substr(begin)), BOTH).empty()) before.resize(begin);
+            if ((begin > 0 || line_start) && strip(std::string_view(before).substr(begin), BOTH).size() == 0)
+                before.resize(begin);
         }
         if (!before.empty()) add(Type::Text, before);
         advance(length);
@@ -130,9 +132,9 @@ class Lexer {
             const char sign = i + 2 < source.size() ? source[i + 2] : ' ';
             const size_t endraw = spaces(i + 2 + (sign == '-' || sign == '+'));
             if (source.compare(endraw, 6, "endraw") != 0) continue;
-            Text content(source.substr(begin, i - begin));
-            if (sign == '-') content = strip(content, RIGHT);
-            if (!content.empty()) add(Type::Text, content.chars);
+            std::string content = source.substr(begin, i - begin);
+            if (sign == '-') content.resize(strip(content, RIGHT).end);
+            if (!content.empty()) add(Type::Text, content);
             advance(spaces(endraw + 6) - at);
             if (!end_of('%')) fail("{% endraw does not end with %}");
             return true;
@@ -215,9 +217,10 @@ class Lexer {
                 digits();
             }
         }
-        if (source[at] == '0' && end == at + 1 && end < source.size() &&
-            std::string_view("xXoObB").find(source[end]) != std::string_view::npos)
-            fail(str("the number '", source.substr(at, end + 1 - at), "' is not decimal"));
+        // Hexadecimal, octal and binary numbers keep their prefix.
+        if (source[at] == '0' && end == at + 1 && end + 1 < source.size() &&
+            std::string_view("xXoObB").find(source[end]) != std::string_view::npos && std::isxdigit(source[end + 1]))
+            for (end++; end < source.size() && (std::isxdigit(source[end]) || source[end] == '_');) end++;
         std::string text = source.substr(at, end - at);
         text.erase(std::remove(text.begin(), text.end(), '_'), text.end());
         add(is_float ? Type::Float : Type::Integer, text);
@@ -228,6 +231,7 @@ class Lexer {
     void string() {
         const char quote = source[at];
         std::string value;
+        bool by_name = false;
         size_t i = at + 1;
         for (;; i++) {
             if (i >= source.size()) fail(str("the string that begins with ", quote, " has no end"));
@@ -251,12 +255,15 @@ class Lexer {
                 value += code_point(source.substr(i, n), n, 8);
                 i += n - 1;
             } else if (c == 'N') {
-                fail("characters by name, \\N{…}, are not supported");
+                by_name = true;
             } else if (c != '\n') {  // an escaped line end is nothing, any other pair is itself
                 (value += '\\') += c;
             }
         }
-        add(Type::String, value);
+        if (by_name)
+            add(Type::Unsupported, "a character by its name, \\N{…},");
+        else
+            add(Type::String, value);
         advance(i + 1 - at);
     }
 

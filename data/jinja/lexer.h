@@ -23,6 +23,7 @@ struct Token {
         Integer,
         Float,
         Operator,
+        Unsupported,  // text: what it is
         End,
     };
     Type type;

@@ -1,17 +1,15 @@
 #include "data/jinja/marked_text.h"
 
 #include <algorithm>
+#include <cstring>
 
+#include "data/unicode.h"
 #include "data/utf8.h"
 #include "runtime/error.h"
 
 namespace jinja {
 
 namespace {
-
-size_t character_length(std::string_view text, size_t i) {
-    return std::max<size_t>(utf8_length(text, i), 1);
-}
 
 // The length of the line end at text[i], as str.splitlines() sees it; 0 if there is none.
 size_t line_end_length(std::string_view text, size_t i) {
@@ -22,38 +20,82 @@ size_t line_end_length(std::string_view text, size_t i) {
     return 0;
 }
 
-Text strip_while(const Text& text, Sides sides, const std::vector<bool>& strips, const std::vector<size_t>& bounds) {
-    size_t begin = 0, end = strips.size();
-    while (sides & LEFT && begin < end && strips[begin]) begin++;
-    while (sides & RIGHT && begin < end && strips[end - 1]) end--;
-    return text.part(bounds[begin], bounds[end]);
+// The start of the character that ends before text[end].
+size_t previous_character(std::string_view text, size_t end) {
+    for (size_t n = 2; n <= std::min<size_t>(4, end); n++)
+        if (utf8_length(text.substr(0, end), end - n) == n) return end - n;
+    return end - 1;
+}
+
+template <typename Strips>
+Range strip_while(std::string_view text, Sides sides, const Strips& strips) {
+    Range left{0, text.size()};
+    while (sides & LEFT && left.begin < left.end) {
+        const size_t n = character_length(text, left.begin);
+        if (!strips(Range{left.begin, left.begin + n})) break;
+        left.begin += n;
+    }
+    while (sides & RIGHT && left.begin < left.end) {
+        const size_t previous = previous_character(text, left.end);
+        if (!strips(Range{previous, left.end})) break;
+        left.end = previous;
+    }
+    return left;
+}
+
+// Calls use(Range) for each word between runs of white space.
+template <typename Use>
+void for_each_word(std::string_view text, const Use& use) {
+    for (size_t i = 0; i < text.size();) {
+        if (const size_t space = space_length(text, i)) {
+            i += space;
+            continue;
+        }
+        const size_t begin = i;
+        while (i < text.size() && space_length(text, i) == 0) i += character_length(text, i);
+        use(Range{begin, i});
+    }
+}
+
+template <typename Use>
+void for_each_line(std::string_view text, const Use& use) {
+    size_t begin = 0;
+    for (size_t i = 0; i < text.size();) {
+        const size_t end = line_end_length(text, i);
+        if (end) {
+            use(Range{begin, i});
+            begin = i + end;
+        }
+        i += end ? end : character_length(text, i);
+    }
+    if (begin < text.size()) use(Range{begin, text.size()});
+}
+
+std::string reversed(std::string_view text) {
+    return {text.rbegin(), text.rend()};
 }
 
 }  // namespace
 
-Text Text::part(size_t begin, size_t end) const {
-    Text out;
-    out.chars = chars.substr(begin, end - begin);
-    out.marks = marks.substr(begin, end - begin);
-    return out;
+char Text::origin() const {
+    const bool content = std::any_of(marks.begin(), marks.end(), [](char mark) { return mark & CONTENT; });
+    return content ? CONTENT : TEMPLATE;
 }
 
-Text& Text::operator+=(const Text& other) {
-    chars += other.chars;
-    marks += other.marks;
-    return *this;
+size_t character_length(std::string_view text, size_t i) {
+    return std::max<size_t>(utf8_length(text, i), 1);
 }
 
-void Text::append(std::string_view text, char mark) {
-    chars += text;
-    marks.append(text.size(), mark);
+size_t count_characters(std::string_view text) {
+    size_t n = 0;
+    for (size_t i = 0; i < text.size(); i += character_length(text, i)) n++;
+    return n;
 }
 
-std::vector<size_t> character_bounds(std::string_view text) {
-    std::vector<size_t> bounds;
-    for (size_t i = 0; i < text.size(); i += character_length(text, i)) bounds.push_back(i);
-    bounds.push_back(text.size());
-    return bounds;
+size_t character_start(std::string_view text, size_t index) {
+    size_t i = 0;
+    for (; index > 0 && i < text.size(); index--) i += character_length(text, i);
+    return i;
 }
 
 size_t space_length(std::string_view text, size_t i) {
@@ -66,126 +108,111 @@ size_t space_length(std::string_view text, size_t i) {
     return space ? n : 0;
 }
 
-Text strip(const Text& text, Sides sides) {
-    const std::vector<size_t> bounds = character_bounds(text.chars);
-    std::vector<bool> strips(bounds.size() - 1);
-    for (size_t i = 0; i < strips.size(); i++) strips[i] = space_length(text.chars, bounds[i]) > 0;
-    return strip_while(text, sides, strips, bounds);
+size_t find_text(std::string_view text, std::string_view wanted, size_t from) {
+    if (from > text.size()) return std::string::npos;
+    if (wanted.empty()) return from;
+    // memmem takes linear time; std::string::find() takes the product of both lengths.
+    const void* const found = memmem(text.data() + from, text.size() - from, wanted.data(), wanted.size());
+    return found ? size_t(static_cast<const char*>(found) - text.data()) : std::string::npos;
 }
 
-Text strip(const Text& text, std::string_view characters, Sides sides) {
-    const std::vector<size_t> bounds = character_bounds(text.chars), wanted = character_bounds(characters);
-    std::vector<bool> strips(bounds.size() - 1);
-    const std::string_view all = text.chars;
-    for (size_t i = 0; i < strips.size(); i++) {
-        const std::string_view character = all.substr(bounds[i], bounds[i + 1] - bounds[i]);
-        for (size_t j = 0; j + 1 < wanted.size() && !strips[i]; j++)
-            strips[i] = characters.substr(wanted[j], wanted[j + 1] - wanted[j]) == character;
-    }
-    return strip_while(text, sides, strips, bounds);
+size_t find_last_text(std::string_view text, std::string_view wanted) {
+    const size_t found = find_text(reversed(text), reversed(wanted));
+    return found == std::string::npos ? found : text.size() - found - wanted.size();
 }
 
-std::vector<Text> split(const Text& text, int64_t max_splits, bool from_right) {
-    // The words between runs of white space. What remains after max_splits keeps its inner spaces.
-    std::vector<std::pair<size_t, size_t>> words;
-    for (size_t i = 0; i < text.size();) {
-        if (const size_t space = space_length(text.chars, i)) {
-            i += space;
-            continue;
-        }
-        const size_t begin = i;
-        while (i < text.size() && space_length(text.chars, i) == 0) i += character_length(text.chars, i);
-        words.emplace_back(begin, i);
-    }
-    if (max_splits >= 0 && words.size() > size_t(max_splits) + 1) {
-        if (from_right) {
-            const size_t joined = words.size() - size_t(max_splits);
-            words[joined - 1].first = 0;
-            words.erase(words.begin(), words.begin() + int64_t(joined) - 1);
-        } else {
-            words.resize(size_t(max_splits) + 1);
-            words.back().second = text.size();
-        }
-        // The joined rest is stripped on its outer side only.
-        auto& rest = from_right ? words.front() : words.back();
-        const Text stripped = strip(text.part(rest.first, rest.second), from_right ? RIGHT : LEFT);
-        if (from_right) rest.second = rest.first + stripped.size();
-    }
-    std::vector<Text> out;
-    for (const auto& [begin, end] : words) out.push_back(text.part(begin, end));
-    return out;
+Range strip(std::string_view text, Sides sides) {
+    return strip_while(text, sides, [&](Range one) { return space_length(text, one.begin) == one.size(); });
 }
 
-std::vector<Text> split(const Text& text, const std::string& separator, int64_t max_splits, bool from_right) {
-    require(!separator.empty(), "split: the separator is empty");
-    std::vector<size_t> cuts;
-    const auto wanted = [&] { return max_splits < 0 || cuts.size() < size_t(max_splits); };
+Range strip(std::string_view text, std::string_view characters, Sides sides) {
+    return strip_while(text, sides, [&](Range one) {
+        for (size_t i = 0; i < characters.size(); i += character_length(characters, i))
+            if (characters.substr(i, character_length(characters, i)) == text.substr(one.begin, one.size()))
+                return true;
+        return false;
+    });
+}
+
+size_t count_text(std::string_view text, std::string_view wanted, size_t limit) {
+    if (wanted.empty()) return std::min(limit, count_characters(text) + 1);
+    size_t n = 0;
+    for (size_t i = 0; n < limit && (i = find_text(text, wanted, i)) != std::string::npos; i += wanted.size()) n++;
+    return n;
+}
+
+size_t count_words(std::string_view text) {
+    size_t n = 0;
+    for_each_word(text, [&](Range) { n++; });
+    return n;
+}
+
+size_t count_lines(std::string_view text) {
+    size_t n = 0;
+    for_each_line(text, [&](Range) { n++; });
+    return n;
+}
+
+std::vector<Range> split(std::string_view text, int64_t max_splits, bool from_right) {
+    std::vector<Range> words;
+    for_each_word(text, [&](Range word) { words.push_back(word); });
+    if (max_splits < 0 || words.size() <= size_t(max_splits)) return words;
+    // What remains after max_splits keeps its inner spaces, and those on its outer side.
     if (from_right) {
-        for (size_t end = text.size(); wanted() && end >= separator.size();) {
-            const size_t at = text.chars.rfind(separator, end - separator.size());
-            if (at == std::string::npos) break;
-            cuts.insert(cuts.begin(), at);
-            end = at;
-        }
+        const size_t joined = words.size() - size_t(max_splits);
+        words[joined - 1].begin = 0;
+        words.erase(words.begin(), words.begin() + int64_t(joined) - 1);
     } else {
-        for (size_t at = 0; wanted() && (at = text.chars.find(separator, at)) != std::string::npos;
-             at += separator.size())
-            cuts.push_back(at);
+        words.resize(size_t(max_splits) + 1);
+        words.back().end = text.size();
     }
-    std::vector<Text> out;
-    size_t begin = 0;
-    for (const size_t cut : cuts) {
-        out.push_back(text.part(begin, cut));
-        begin = cut + separator.size();
-    }
-    out.push_back(text.part(begin, text.size()));
-    return out;
+    return words;
 }
 
-std::vector<Text> split_lines(const Text& text) {
-    std::vector<Text> lines;
-    size_t begin = 0;
-    for (size_t i = 0; i < text.size();) {
-        const size_t end = line_end_length(text.chars, i);
-        if (end) {
-            lines.push_back(text.part(begin, i));
-            begin = i + end;
-        }
-        i += end ? end : character_length(text.chars, i);
+std::vector<Range> split(std::string_view text, std::string_view separator, int64_t max_splits, bool from_right) {
+    require(!separator.empty(), "split: the separator is empty");
+    if (from_right) {
+        std::vector<Range> parts = split(reversed(text), reversed(separator), max_splits, false);
+        std::reverse(parts.begin(), parts.end());
+        for (Range& part : parts) part = {text.size() - part.end, text.size() - part.begin};
+        return parts;
     }
-    if (begin < text.size()) lines.push_back(text.part(begin, text.size()));
+    std::vector<Range> parts;
+    size_t begin = 0;
+    for (size_t at; max_splits < 0 || parts.size() < size_t(max_splits); begin = at + separator.size()) {
+        at = find_text(text, separator, begin);
+        if (at == std::string::npos) break;
+        parts.push_back({begin, at});
+    }
+    parts.push_back({begin, text.size()});
+    return parts;
+}
+
+std::vector<Range> split_lines(std::string_view text) {
+    std::vector<Range> lines;
+    for_each_line(text, [&](Range line) { lines.push_back(line); });
     return lines;
-}
-
-Text replace(const Text& text, const std::string& from, const Text& to, int64_t count) {
-    Text out;
-    size_t begin = 0;
-    if (from.empty()) {  // Python: between all characters
-        const std::vector<size_t> bounds = character_bounds(text.chars);
-        for (size_t i = 0; i < bounds.size() && count != 0; i++, count--) {
-            out += text.part(begin, bounds[i]);
-            out += to;
-            begin = bounds[i];
-        }
-        return out += text.part(begin, text.size());
-    }
-    for (size_t at; count != 0 && (at = text.chars.find(from, begin)) != std::string::npos; count--) {
-        out += text.part(begin, at);
-        out += to;
-        begin = at + from.size();
-    }
-    return out += text.part(begin, text.size());
 }
 
 Text change_case(const Text& text, Case to) {
     const auto is_letter = [](char c) { return ('a' <= c && c <= 'z') || ('A' <= c && c <= 'Z'); };
-    Text out = text;
+    Text out;
+    out.chars.reserve(text.size());
+    out.marks.reserve(text.size());
     bool first = true;  // of the text, or of a word
-    for (char& c : out.chars) {
-        require(uint8_t(c) < 128, "upper, lower, title and capitalize take ASCII text only");
+    for (size_t i = 0, n; i < text.size(); i += n) {
+        n = character_length(text.chars, i);
+        const char c = text.chars[i];
         const bool upper = to == Case::Upper || (to != Case::Lower && first);
         first = to == Case::Title && !is_letter(c);
-        if (is_letter(c)) c = char(upper ? c & ~0x20 : c | 0x20);
+        if (n > 1 || uint8_t(c) >= 128) {
+            require(to == Case::Lower, "upper, title and capitalize take ASCII text only");
+            const bool valid = utf8_length(text.chars, i) > 0;
+            out.append(valid ? utf8_character(lower_case(utf8_code_point(text.chars, i, n))) : std::string(1, c),
+                       text.marks[i]);
+        } else {
+            out.append(std::string(1, !is_letter(c) ? c : char(upper ? c & ~0x20 : c | 0x20)), text.marks[i]);
+        }
     }
     return out;
 }

@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <initializer_list>
-#include <set>
 
-#include "data/jinja/builtins.h"
 #include "data/jinja/lexer.h"
 
 namespace jinja {
@@ -20,11 +18,7 @@ using Names = std::initializer_list<std::string_view>;
 
 class Parser {
   public:
-    Parser(const std::string& source, const std::string& n) : name(n), tokens(tokenize(source, n)) {
-        for (size_t i = 0; i + 2 < tokens.size(); i++)
-            if (tokens[i].type == TokenType::BlockBegin && tokens[i + 1].text == "macro")
-                macros.insert(tokens[i + 2].text);
-    }
+    Parser(const std::string& source, const std::string& n) : name(n), tokens(tokenize(source, n)) {}
 
     Block run() { return block({}); }
 
@@ -38,9 +32,6 @@ class Parser {
         return token;
     }
     [[noreturn]] void fail(const std::string& message) const { fail_at(name, peek().line, message); }
-    [[noreturn]] void unsupported(int line, const std::string& what) const {
-        fail_at(name, line, what + " is not supported");
-    }
 
     bool is_operator(std::string_view text) const { return peek().type == TokenType::Operator && peek().text == text; }
     bool is_name(std::string_view text) const { return peek().type == TokenType::Name && peek().text == text; }
@@ -73,6 +64,7 @@ class Parser {
             case TokenType::Integer:
             case TokenType::Float:
             case TokenType::Operator:
+            case TokenType::Unsupported:
                 break;
         }
         return "'" + peek().text + "'";
@@ -135,6 +127,17 @@ class Parser {
         if (tag_name == "for") return for_statement(line);
         if (tag_name == "set") return set_statement(line);
         if (tag_name == "macro") return macro(line);
+        if (tag_name == "with") return with_statement(line);
+        if (tag_name == "filter") return filter_statement(line);
+        if (tag_name == "print") {
+            NewStatement out = statement(Statement::Type::Output, line);
+            NewExpression all = make(Type::Concat, line);
+            do add(*all, expression());
+            while (skip_operator(","));
+            out->expression = std::move(all);
+            expect_end_of_tag();
+            return out;
+        }
         if (tag_name == "generation") {
             NewStatement out = statement(Statement::Type::Generation, line);
             expect_end_of_tag();
@@ -150,7 +153,25 @@ class Parser {
         }
         if (tag_name == "else" || tag_name == "elif" || tag_name.rfind("end", 0) == 0)
             fail_at(name, line, "{% " + tag_name + " %} closes nothing");
-        unsupported(line, "the tag {% " + tag_name + " %}");
+        for (const char* known : {"include", "import", "from", "extends", "block", "call", "autoescape"})
+            if (tag_name == known) return unsupported_statement(line, tag_name);
+        fail_at(name, line, "unknown tag {% " + tag_name + " %}");
+    }
+
+    // A tag of jinja2 that is an error where it is executed, not in a branch that never runs.
+    NewStatement unsupported_statement(int line, const std::string& tag_name) {
+        NewStatement out = statement(Statement::Type::Unsupported, line);
+        out->unsupported = "the tag {% " + tag_name + " %}";
+        const auto skip_tag = [&] {
+            while (peek().type != TokenType::BlockEnd) at++;
+            at++;
+        };
+        skip_tag();
+        if (tag_name == "block") out->blocks.push_back(body({"endblock"}));
+        if (tag_name == "call") out->blocks.push_back(body({"endcall"}));
+        if (tag_name == "autoescape") out->blocks.push_back(body({"endautoescape"}));
+        if (!out->blocks.empty()) skip_tag();
+        return out;
     }
 
     NewStatement if_statement(int line) {
@@ -169,12 +190,19 @@ class Parser {
         return out;
     }
 
-    std::vector<std::string> targets() {
+    // The variables that a value is unpacked into. (a, (b, c)) is a tuple inside a tuple, which is not supported.
+    std::vector<std::string> targets(Statement& statement) {
         const bool bracket = skip_operator("(");
         std::vector<std::string> out;
         do {
-            out.push_back(expect_name("a variable"));
-        } while (skip_operator(",") && peek().type == TokenType::Name && !is_name("in"));
+            if (is_operator("(")) {
+                statement.unsupported = "a tuple of variables inside another";
+                targets(statement);
+                out.emplace_back();
+            } else {
+                out.push_back(expect_name("a variable"));
+            }
+        } while (skip_operator(",") && ((peek().type == TokenType::Name && !is_name("in")) || is_operator("(")));
         if (bracket) expect_operator(")");
         for (const std::string& target : out)
             if (target == "true" || target == "false" || target == "none" || target == "loop")
@@ -184,11 +212,11 @@ class Parser {
 
     NewStatement for_statement(int line) {
         NewStatement out = statement(Statement::Type::For, line);
-        out->names = targets();
+        out->names = targets(*out);
         if (!skip_name("in")) fail("'in' is missing before " + shown());
         out->expression = tuple(false);
         if (skip_name("if")) out->conditions.push_back(expression());
-        if (is_name("recursive")) unsupported(line, "a recursive loop");
+        if (skip_name("recursive")) out->unsupported = "a recursive loop";
         expect_end_of_tag();
         loops++;
         out->blocks.push_back(block({"endfor", "else"}));
@@ -205,7 +233,7 @@ class Parser {
 
     NewStatement set_statement(int line) {
         NewStatement out = statement(Statement::Type::Set, line);
-        out->names = targets();
+        out->names = targets(*out);
         if (out->names.size() == 1 && skip_operator(".")) out->attribute = expect_name("an attribute");
         if (skip_operator("=")) {
             out->expression = tuple(true);
@@ -225,9 +253,9 @@ class Parser {
     }
 
     NewStatement macro(int line) {
-        // A macro sees the variables of the template, so it is written where those are.
-        if (loops > 0 || bodies > 0) unsupported(line, "a macro inside a loop or another block");
         NewStatement out = statement(Statement::Type::Macro, line);
+        // A macro sees the variables of the template, so it is written where those are.
+        if (loops > 0 || bodies > 0) out->unsupported = "a macro inside a loop or another block";
         out->names.push_back(expect_name("the macro's name"));
         expect_operator("(");
         while (!is_operator(")")) {
@@ -240,6 +268,34 @@ class Parser {
         at++;
         expect_end_of_tag();
         out->blocks.push_back(body({"endmacro"}));
+        at++;
+        expect_end_of_tag();
+        return out;
+    }
+
+    NewStatement with_statement(int line) {
+        NewStatement out = statement(Statement::Type::With, line);
+        while (peek().type != TokenType::BlockEnd) {
+            if (!out->names.empty()) expect_operator(",");
+            out->names.push_back(expect_name("a variable"));
+            expect_operator("=");
+            out->conditions.push_back(expression());
+        }
+        at++;
+        out->blocks.push_back(block({"endwith"}));
+        at++;
+        expect_end_of_tag();
+        return out;
+    }
+
+    NewStatement filter_statement(int line) {
+        NewStatement out = statement(Statement::Type::Filter, line);
+        at--;  // the name of the tag stands where | would
+        NewExpression value = filter(make(Type::Variable, line));
+        while (is_operator("|")) value = filter(std::move(value));
+        out->expression = std::move(value);
+        expect_end_of_tag();
+        out->blocks.push_back(body({"endfilter"}));
         at++;
         expect_end_of_tag();
         return out;
@@ -369,8 +425,6 @@ class Parser {
         NewExpression left = power();
         while (is_operator("*") || is_operator("/") || is_operator("//") || is_operator("%")) {
             const std::string op = take().text;
-            if (op == "%" && left->type == Type::Constant && left->value.is_string())
-                unsupported(left->line, "formatting of a string with %");
             left = binary(std::move(left), op, power());
         }
         return left;
@@ -401,14 +455,10 @@ class Parser {
                 value = test(std::move(value));
             } else {
                 more = is_operator("(");
-                if (more) fail("a call of " + shown_value(*value) + " is not supported");
+                if (more) value = call_value(std::move(value), line);
             }
         }
         return value;
-    }
-
-    static std::string shown_value(const Expression& value) {
-        return value.name.empty() ? "an expression" : "'" + value.name + "'";
     }
 
     NewExpression primary() {
@@ -428,11 +478,10 @@ class Parser {
             while (peek().type == TokenType::String) text += take().text;
             out->value = Value(Text(text));
         } else if (token.type == TokenType::Integer) {
-            int64_t number = 0;
-            const char* const end = token.text.data() + token.text.size();
-            if (std::from_chars(token.text.data(), end, number).ec != std::errc())
-                fail_at(name, token.line, "the number " + token.text + " is larger than 64 bits hold");
-            out->value = Value(number);
+            set_whole_number(*out, token.text);
+        } else if (token.type == TokenType::Unsupported) {
+            out->type = Type::Unsupported;
+            out->name = token.text;
         } else if (token.type == TokenType::Float) {
             out->value = Value(std::strtod(token.text.c_str(), nullptr));
         } else if (token.type == TokenType::Operator && token.text == "(") {
@@ -458,6 +507,18 @@ class Parser {
             fail("an expression is missing before " + shown());
         }
         return out;
+    }
+
+    static void set_whole_number(Expression& out, const std::string& text) {
+        const char prefix = text.size() > 2 ? char(text[1] | 0x20) : '0';
+        const int base = prefix == 'x' ? 16 : prefix == 'o' ? 8 : prefix == 'b' ? 2 : 10;
+        const char* const end = text.data() + text.size();
+        int64_t number = 0;
+        const auto [last, error] = std::from_chars(text.data() + (base == 10 ? 0 : 2), end, number, base);
+        out.value = Value(number);
+        if (error == std::errc() && last == end) return;
+        out.type = Type::Unsupported;
+        out.name = "the number " + shortened(text) + ", which is larger than 64 bits hold,";
     }
 
     NewExpression postfix(NewExpression value) {
@@ -518,25 +579,32 @@ class Parser {
 
     NewExpression call(NewExpression callee, int line) {
         if (callee->type == Type::Variable) {
-            if (!is_function(callee->name) && !macros.count(callee->name))
-                unsupported(line, "the function '" + callee->name + "'");
             NewExpression out = make(Type::Call, line, callee->name);
             arguments(*out);
             return out;
         }
-        if (callee->type != Type::Attribute) fail("a call of an expression is not supported");
-        if (!is_method(callee->name)) unsupported(line, "the method '" + callee->name + "'");
+        if (callee->type != Type::Attribute) return call_value(std::move(callee), line);
         callee->type = Type::Method;
         arguments(*callee);
         return callee;
+    }
+
+    NewExpression call_value(NewExpression callee, int line) {
+        NewExpression out = make(Type::CallValue, line);
+        add(*out, std::move(callee));
+        arguments(*out);
+        return out;
     }
 
     // The arguments of a call in brackets.
     void arguments(Expression& to) {
         expect_operator("(");
         while (!skip_operator(")")) {
-            if (is_operator("*") || is_operator("**")) unsupported(peek().line, "a call with " + peek().text);
-            if (peek().type == TokenType::Name && peek(1).type == TokenType::Operator && peek(1).text == "=") {
+            if (is_operator("*") || is_operator("**")) {
+                NewExpression spread = make(Type::Spread, peek().line, take().text);
+                add(*spread, expression());
+                add(to, std::move(spread));
+            } else if (peek().type == TokenType::Name && peek(1).type == TokenType::Operator && peek(1).text == "=") {
                 std::string keyword = take().text;
                 at++;
                 NewExpression value = expression();
@@ -552,33 +620,22 @@ class Parser {
 
     NewExpression filter(NewExpression value) {
         const int line = take().line;
-        NewExpression out = make(Type::Filter, line, expect_name("a filter"));
-        if (!is_filter(out->name)) unsupported(line, "the filter '" + out->name + "'");
+        NewExpression out = make(Type::Filter, line, dotted_name("a filter"));
         add(*out, std::move(value));
         if (is_operator("(")) arguments(*out);
-        check_inner_name(*out);
         return out;
     }
 
-    // map('upper'), select('defined'), selectattr('role', 'equalto', 'user'): names of filters and tests as arguments.
-    void check_inner_name(const Expression& call) const {
-        const bool maps = call.name == "map", attributes = call.name == "selectattr" || call.name == "rejectattr";
-        if (!maps && !attributes && call.name != "select" && call.name != "reject") return;
-        const size_t i = attributes ? 2 : 1;
-        if (call.operands.size() <= i) return;
-        const Expression& inner = *call.operands[i];
-        if (inner.type != Type::Constant || !inner.value.is_string())
-            unsupported(call.line, "the filter '" + call.name + "' with a name that is not written out");
-        const std::string& inner_name = inner.value.text().chars;
-        if (maps ? !is_filter(inner_name) : !is_test(inner_name))
-            unsupported(call.line, str("the ", maps ? "filter" : "test", " '", inner_name, "'"));
+    std::string dotted_name(const char* what) {
+        std::string out = expect_name(what);
+        while (skip_operator(".")) out += "." + expect_name(what);
+        return out;
     }
 
     NewExpression test(NewExpression value) {
         const int line = take().line;
         const bool negated = skip_name("not");
-        NewExpression out = make(Type::Test, line, expect_name("a test"));
-        if (!is_test(out->name)) unsupported(line, "the test '" + out->name + "'");
+        NewExpression out = make(Type::Test, line, dotted_name("a test"));
         add(*out, std::move(value));
         const TokenType next = peek().type;
         if (is_operator("(")) {
@@ -596,7 +653,6 @@ class Parser {
 
     const std::string& name;
     const std::vector<Token> tokens;
-    std::set<std::string> macros;
     size_t at = 0;
     int nesting = 0, loops = 0, bodies = 0;
 };
@@ -604,6 +660,8 @@ class Parser {
 }  // namespace
 
 Block parse(const std::string& source, const std::string& name) {
+    require(source.size() <= MAX_SOURCE, name, ": a template of ", source.size(), " bytes is larger than ", MAX_SOURCE,
+            ", the most that is read");
     return Parser(source, name).run();
 }
 

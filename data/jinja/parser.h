@@ -1,10 +1,10 @@
-// Reads a template into a tree (syntax.h). Everything that this program does not support is found here, before a
-// conversation begins: "chat_template.jinja:12: the filter 'sort' is not supported; …".
+// Reads a template into a tree (syntax.h). Wrong syntax is an error here, "chat_template.jinja:12: …". What is right in
+// jinja2 but not supported is an error where it is executed: a template may have it in a branch that never runs.
 //
 // Supported: output, if, for (with if and else, unpacking, loop.*, break, continue), set (also of blocks and namespace
-// attributes), macro, generation, raw, comments; all expressions of jinja2. Not supported: template inheritance,
-// include and import, call, filter and with blocks, recursive loops, macros inside loops; and the functions, tests and
-// methods that builtins.cpp does not list.
+// attributes), with, filter, macro, generation, raw, comments; all expressions of jinja2. Not supported: template
+// inheritance, include and import, call blocks, recursive loops, macros inside loops; and the functions, filters, tests
+// and methods that builtins.cpp and methods.cpp do not list.
 #pragma once
 
 #include <string>

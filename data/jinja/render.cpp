@@ -1,10 +1,10 @@
 #include "data/jinja/render.h"
 
 #include <algorithm>
-#include <cmath>
 #include <deque>
 
 #include "data/jinja/lexer.h"
+#include "data/jinja/operators.h"
 #include "data/jinja/parser.h"
 
 namespace jinja {
@@ -18,48 +18,41 @@ struct Scope {
     const Scope* parent = nullptr;
     std::vector<std::pair<std::string, Value>> variables = {};
 
-    const Value* find(const std::string& name) const {
-        for (const Scope* scope = this; scope; scope = scope->parent)
-            for (const auto& [known, value] : scope->variables)
-                if (known == name) return &value;
-        return nullptr;
+    const Value* find(const std::string& name, Meter& meter) const {
+        size_t compared = 0;
+        const Value* found = nullptr;
+        for (const Scope* scope = this; scope && !found; scope = scope->parent)
+            for (auto one = scope->variables.begin(); one != scope->variables.end() && !found; ++one) {
+                compared++;
+                if (one->first == name) found = &one->second;
+            }
+        meter.work(compared * (4 + name.size()));
+        return found;
     }
-    void set(const std::string& name, Value value) {
+    void set(const std::string& name, Value value, Meter& meter) {
+        meter.work(variables.size() * (4 + name.size()));
         for (auto& [known, old] : variables) {
             if (known != name) continue;
             old = std::move(value);
             return;
         }
+        meter.make(2 * (sizeof(Value) + sizeof(std::string) + name.size()));
         variables.emplace_back(name, std::move(value));
     }
 };
 
-int64_t input_bytes(const Value& value) {
-    int64_t bytes = 8;
-    if (value.is_string()) bytes += int64_t(value.text().size());
-    if (value.is_sequence())
-        for (const Value& item : value.sequence().items) bytes += input_bytes(item);
-    if (value.is_dict())
-        for (const auto& [key, item] : value.dict().items) bytes += int64_t(key.size()) + input_bytes(item);
-    return bytes;
-}
-
-int64_t input_bytes(const Template::Variables& variables) {
-    int64_t bytes = 0;
-    for (const auto& variable : variables) bytes += input_bytes(variable.second);
-    return bytes;
-}
-
 class Renderer {
   public:
-    Renderer(const Template::Variables& variables, const std::tm& n) : meter(input_bytes(variables)), now(n) {
+    Renderer(const Template::Variables& variables, const std::tm& n, Growth* growth) : now(n) {
+        meter.growth = growth;
         root.variables = variables;
     }
 
     Text run(const Block& block) {
-        Text out;
+        Writer out(meter);
+        root_out = &out;
         execute(block, root, out);
-        return out;
+        return out.take();
     }
 
     int line = 0;  // of what is rendered
@@ -79,7 +72,7 @@ class Renderer {
 
     // ---- statements -------------------------------------------------------------------------------------------------
 
-    Flow execute(const Block& block, Scope& scope, Text& out) {
+    Flow execute(const Block& block, Scope& scope, Writer& out) {
         const Nesting nesting(depth);
         for (const auto& statement : block) {
             const Flow flow = execute(*statement, scope, out);
@@ -88,15 +81,18 @@ class Renderer {
         return Flow::Next;
     }
 
-    Flow execute(const Statement& s, Scope& scope, Text& out) {
+    Flow execute(const Statement& s, Scope& scope, Writer& out) {
         meter.work();
         line = s.line;
+        require(s.unsupported.empty(), s.unsupported, " is not supported");
         switch (s.type) {
+            case Statement::Type::Unsupported:
+                break;
             case Statement::Type::Text:
-                write(s.text.text(), out);
+                out.put(s.text.text());
                 break;
             case Statement::Type::Output:
-                write(evaluate(*s.expression, scope).str(meter), out);
+                evaluate(*s.expression, scope).print(out);
                 break;
             case Statement::Type::If:
                 for (size_t i = 0; i < s.blocks.size(); i++)
@@ -108,19 +104,27 @@ class Renderer {
             case Statement::Type::Set:
                 assign(s, evaluate(*s.expression, scope), scope);
                 break;
-            case Statement::Type::SetBlock: {
-                Scope inner{&scope};
-                inner.set("", body(s.blocks[0], scope));
-                scope.set(s.names[0], evaluate(*s.expression, inner));
+            case Statement::Type::SetBlock:
+                scope.set(s.names[0], filtered_body(s, scope), meter);
                 break;
+            case Statement::Type::Filter:
+                filtered_body(s, scope).print(out);
+                break;
+            case Statement::Type::With: {
+                Scope inner{&scope};
+                for (size_t i = 0; i < s.names.size(); i++)
+                    inner.set(s.names[i], evaluate(*s.conditions[i], scope), meter);
+                return execute(s.blocks[0], inner, out);
             }
             case Statement::Type::Macro:
-                scope.set(s.names[0], &s);
+                scope.set(s.names[0], &s, meter);
                 break;
             case Statement::Type::Generation: {
-                Text text = body(s.blocks[0], scope);
-                for (char& mark : text.marks) mark = char(mark | GENERATION);
-                write(text, out);
+                Scope inner{&scope};
+                Writer generated(meter);
+                execute(s.blocks[0], inner, generated);
+                for (char& mark : generated.text.marks) mark = char(mark | GENERATION);
+                out.put(generated.text);
                 break;
             }
             case Statement::Type::Break:
@@ -131,59 +135,86 @@ class Renderer {
         return Flow::Next;
     }
 
-    void write(const Text& text, Text& out) {
-        meter.make(2 * text.size());
-        out += text;
-    }
-
-    Text body(const Block& block, const Scope& around) {
+    // The text of a block, with the filters of {% set x | upper %} or {% filter upper %}.
+    Value filtered_body(const Statement& s, const Scope& around) {
         Scope scope{&around};
-        Text out;
-        execute(block, scope, out);
-        return out;
+        Writer text(meter);
+        execute(s.blocks[0], scope, text);
+        Scope inner{&around};
+        inner.set("", text.value(), meter);
+        return evaluate(*s.expression, inner);
     }
 
     void assign(const Statement& s, Value value, Scope& scope) {
         if (s.attribute.empty()) return unpack(s.names, std::move(value), scope);
-        const Value* const object = scope.find(s.names[0]);
+        const Value* const object = scope.find(s.names[0], meter);
         require(object && object->is_namespace(), "'", s.names[0], "' is not a namespace, so its attribute '",
                 s.attribute, "' cannot be set");
-        meter.make(sizeof(Value) + s.attribute.size());
-        object->name_space().set(Text(s.attribute), std::move(value));
+        if (meter.growth) meter.growth->changes();
+        object->name_space().set(s.attribute, std::move(value));
     }
 
     void unpack(const std::vector<std::string>& names, Value value, Scope& scope) {
-        if (names.size() == 1) return scope.set(names[0], std::move(value));
-        const std::vector<Value> parts = value.iterate(meter);
+        if (names.size() == 1) return scope.set(names[0], std::move(value), meter);
+        const Items parts = value.iterate(meter);
         require(parts.size() == names.size(), parts.size(), " values cannot be unpacked into ", names.size(),
                 " variables");
-        for (size_t i = 0; i < names.size(); i++) scope.set(names[i], parts[i]);
+        for (size_t i = 0; i < names.size(); i++) scope.set(names[i], parts.all[i], meter);
     }
 
     // Flow::Break and Flow::Continue come from the else block and are for the loop around this one.
-    Flow loop(const Statement& s, Scope& scope, Text& out) {
+    Flow loop(const Statement& s, Scope& scope, Writer& out) {
         auto state = std::make_shared<Loop>();
-        state->items = evaluate(*s.expression, scope).iterate(meter);
+        const Value list = evaluate(*s.expression, scope);
+        Growth* const growth = list.is_list() ? list.sequence().growth : nullptr;
+        if (growth) begin_watched_loop(s, list, out);
+        state->growth = growth;
+        state->items = growth ? copied(list.sequence().items) : list.iterate(meter);
         if (!s.conditions.empty()) {
             const auto refused = [&](const Value& item) {
                 Scope inner{&scope};
                 unpack(s.names, item, inner);
                 return !evaluate(*s.conditions[0], inner).truth();
             };
-            state->items.erase(std::remove_if(state->items.begin(), state->items.end(), refused), state->items.end());
+            std::vector<Value>& items = state->items.all;
+            items.erase(std::remove_if(items.begin(), items.end(), refused), items.end());
         }
         if (state->items.empty()) {
+            if (growth) growth->depends();
             Scope inner{&scope};
             return execute(s.blocks[1], inner, out);
         }
         for (size_t i = 0; i < state->items.size(); i++) {
             state->index = i;
             Scope inner{&scope};
-            inner.set("loop", std::shared_ptr<const Loop>(state));
-            unpack(s.names, state->items[i], inner);
-            if (execute(s.blocks[0], inner, out) == Flow::Break) break;
+            inner.set("loop", state, meter);
+            unpack(s.names, state->items.all[i], inner);
+            if (growth) growth->starts.push_back(out.written().size());
+            if (execute(s.blocks[0], inner, out) == Flow::Break) {
+                if (growth) growth->depends();
+                break;
+            }
+        }
+        if (growth) {
+            growth->end = out.written().size();
+            growth->ended = true;
         }
         return Flow::Next;
+    }
+
+    Items copied(const Items& items) {
+        Items out(&meter);
+        for (const Value& item : items) out.add(item);
+        return out;
+    }
+
+    // A loop over the watched list: one that writes to the text itself, and the only one.
+    void begin_watched_loop(const Statement& s, const Value& list, const Writer& out) const {
+        Growth& growth = *list.sequence().growth;
+        const bool may_be_empty = list.sequence().items.empty() || list.sequence().left_out > 0;
+        if (growth.began() || &out != root_out || !s.conditions.empty() || (may_be_empty && !s.blocks[1].empty()))
+            growth.depends();
+        growth.starts.assign(list.sequence().left_out, out.written().size());
     }
 
     // ---- expressions ------------------------------------------------------------------------------------------------
@@ -204,7 +235,7 @@ class Renderer {
             case Type::Dict:
                 return dict(e, scope);
             case Type::Unary:
-                return unary(e.name, operand(0));
+                return unary_operation(e.name, operand(0));
             case Type::Binary:
                 return binary(e, scope);
             case Type::Concat:
@@ -224,130 +255,52 @@ class Renderer {
             case Type::Call:
                 return call(e, scope);
             case Type::Method:
-                return call_method(e.name, operand(0), arguments(e, 1, scope), meter);
+                return method(e, operand(0), scope);
             case Type::Filter:
                 return call_filter(e.name, operand(0), arguments(e, 1, scope), meter);
             case Type::Test:
                 return call_test(e.name, operand(0), arguments(e, 1, scope), meter);
+            case Type::CallValue:
+                return call_value(operand(0), e, scope);
+            case Type::Spread:
+            case Type::Unsupported:
+                throw Error(e.name + " is not supported");
         }
         return {};
     }
 
-    static Value variable(const std::string& name, const Scope& scope) {
-        if (const Value* const found = scope.find(name)) return *found;
+    Value variable(const std::string& name, const Scope& scope) {
+        if (const Value* const found = scope.find(name, meter)) return *found;
         if (is_function(name)) return Method{name};
-        return Undefined{"'" + name + "' is undefined"};
+        return Undefined{"'" + shortened(name) + "' is undefined"};
     }
 
     Value list(const Expression& e, const Scope& scope) {
-        std::vector<Value> items;
-        meter.make(e.operands.size() * sizeof(Value));
-        for (const auto& operand : e.operands) items.push_back(evaluate(*operand, scope));
-        return {std::move(items), e.type == Type::List ? Sequence::Kind::List : Sequence::Kind::Tuple};
+        Items items(&meter);
+        for (const auto& operand : e.operands) items.add(evaluate(*operand, scope));
+        return {std::move(items), e.type == Type::List ? Kind::List : Kind::Tuple};
     }
 
     Value dict(const Expression& e, const Scope& scope) {
-        Dict out;
+        Dict out(&meter);
         for (size_t i = 0; i < e.operands.size(); i += 2) {
             const Value key = evaluate(*e.operands[i], scope);
-            require(key.is_string(), "a dictionary's key of type ", key.type_name(),
-                    " is not supported; write a string");
-            meter.make(sizeof(Value) + sizeof(Text) + 2 * key.text().size());
-            out.set(key.text(), evaluate(*e.operands[i + 1], scope));
+            out.set(key, evaluate(*e.operands[i + 1], scope), meter);
         }
         return out;
-    }
-
-    // Python's integers have no limit; those here have 64 bits.
-    static void no_overflow(bool overflow) { require(!overflow, "a number is larger than 64 bits hold"); }
-    static int64_t negated(int64_t x) {
-        no_overflow(x == INT64_MIN);
-        return -x;
-    }
-
-    static Value unary(const std::string& op, const Value& value) {
-        if (op == "not") return !value.truth();
-        require_defined(value);
-        require(value.is_number(), "'", op, "' takes a number, not a value of type ", value.type_name());
-        if (value.is_float()) return op == "-" ? -value.number() : value.number();
-        return op == "-" ? negated(value.integer()) : value.integer();
     }
 
     Value binary(const Expression& e, const Scope& scope) {
         Value left = evaluate(*e.operands[0], scope);
         if (e.name == "and") return left.truth() ? evaluate(*e.operands[1], scope) : left;
         if (e.name == "or") return left.truth() ? left : evaluate(*e.operands[1], scope);
-        const Value right = evaluate(*e.operands[1], scope);
-        require_defined(left);
-        require_defined(right);
-        if (left.is_number() && right.is_number()) return arithmetic(e.name, left, right);
-        if (e.name == "+" && left.is_string() && right.is_string()) {
-            Text out;
-            write(left.text(), out);
-            write(right.text(), out);
-            return out;
-        }
-        if (e.name == "+" && left.is_sequence() && right.is_sequence(left.sequence().kind) &&
-            left.sequence().kind <= Sequence::Kind::Tuple) {
-            std::vector<Value> items = left.iterate(meter);
-            for (Value& item : right.iterate(meter)) items.push_back(std::move(item));
-            return {std::move(items), left.sequence().kind};
-        }
-        if (e.name == "*" && (left.is_string() || right.is_string()) && (left.is_integer() || right.is_integer()))
-            return repeat(left.is_string() ? left.text() : right.text(), (left.is_string() ? right : left).integer());
-        throw Error(str("'", e.name, "' of values of types ", left.type_name(), " and ", right.type_name(),
-                        " is not supported"));
-    }
-
-    Value repeat(const Text& text, int64_t count) {
-        if (text.empty() || count <= 0) return Text();
-        meter.make(count > INT32_MAX ? size_t(INT64_MAX) / 2 : 2 * text.size() * size_t(count));
-        Text out;
-        for (int64_t i = 0; i < count; i++) out += text;
-        return out;
-    }
-
-    static Value arithmetic(const std::string& op, const Value& left, const Value& right) {
-        const double x = left.number(), y = right.number();
-        const bool divides = op == "/" || op == "//" || op == "%" || (op == "**" && y < 0);
-        require(!divides || (op == "**" ? x : y) != 0, "division by zero");
-        if (op == "/") return x / y;
-        if (left.is_integer() && right.is_integer() && !(op == "**" && y < 0))
-            return whole_arithmetic(op, left.integer(), right.integer());
-        if (op == "+") return x + y;
-        if (op == "-") return x - y;
-        if (op == "*") return x * y;
-        if (op == "**") return std::pow(x, y);
-        const double remainder = std::fmod(x, y);
-        const bool other_sign = remainder != 0 && (remainder < 0) != (y < 0);  // Python's has the divisor's sign
-        return op == "%" ? (other_sign ? remainder + y : remainder) : std::floor(x / y);
-    }
-
-    static int64_t whole_arithmetic(const std::string& op, int64_t a, int64_t b) {
-        int64_t out = 1;
-        if (op == "+") {
-            no_overflow(__builtin_add_overflow(a, b, &out));
-        } else if (op == "-") {
-            no_overflow(__builtin_sub_overflow(a, b, &out));
-        } else if (op == "*") {
-            no_overflow(__builtin_mul_overflow(a, b, &out));
-        } else if (op == "**") {
-            if (-1 <= a && a <= 1) return b == 0 || a == 1 ? 1 : a == 0 ? 0 : b % 2 ? -1 : 1;
-            for (int64_t i = 0; i < b; i++) no_overflow(__builtin_mul_overflow(out, a, &out));
-        } else if (b == -1) {
-            return op == "%" ? 0 : negated(a);
-        } else {  // Python rounds down; the remainder has the divisor's sign
-            const int64_t remainder = a % b;
-            const bool other_sign = remainder != 0 && (remainder < 0) != (b < 0);
-            return op == "%" ? remainder + (other_sign ? b : 0) : a / b - other_sign;
-        }
-        return out;
+        return binary_operation(e.name, left, evaluate(*e.operands[1], scope), meter);
     }
 
     Value concatenate(const Expression& e, const Scope& scope) {
-        Text out;
-        for (const auto& operand : e.operands) write(evaluate(*operand, scope).str(meter), out);
-        return out;
+        Writer out(meter);
+        for (const auto& operand : e.operands) evaluate(*operand, scope).print(out);
+        return out.value();
     }
 
     // A chain a < b < c holds if a < b and b < c.
@@ -355,21 +308,10 @@ class Renderer {
         Value left = evaluate(*e.operands[0], scope);
         for (size_t i = 0; i < e.names.size(); i++) {
             const Value right = evaluate(*e.operands[i + 1], scope);
-            if (!holds(left, e.names[i], right)) return false;
+            if (!comparison(left, e.names[i], right, meter)) return false;
             left = right;
         }
         return true;
-    }
-
-    bool holds(const Value& left, const std::string& op, const Value& right) {
-        if (op == "==") return Value::equal(left, right, meter);
-        if (op == "!=") return !Value::equal(left, right, meter);
-        if (op == "in") return Value::contains(right, left, meter);
-        if (op == "not in") return !Value::contains(right, left, meter);
-        if (op == "<") return Value::less(left, right, meter);
-        if (op == ">") return Value::less(right, left, meter);
-        const bool strictly = op == "<=" ? Value::less(left, right, meter) : Value::less(right, left, meter);
-        return strictly || Value::equal(left, right, meter);
     }
 
     Value slice(const Expression& e, const Scope& scope) {
@@ -385,13 +327,13 @@ class Renderer {
             given[i] = true;
         }
         require_defined(object);
-        const bool is_list = object.is_sequence() && object.sequence().kind <= Sequence::Kind::Tuple;
-        if (!object.is_string() && !is_list) return Undefined{str(object.type_name(), " object has no slices")};
+        const bool is_text = object.is_string();
+        if (!is_text && !object.is_list() && !object.is_tuple())
+            return Undefined{str(object.type_name(), " object has no slices")};
         require(bounds[2] != 0, "a slice's step is 0");
-        const std::vector<size_t> ends =
-            object.is_string() ? character_bounds(object.text().chars) : std::vector<size_t>();
-        const auto n = is_list ? int64_t(object.sequence().items.size()) : int64_t(ends.size()) - 1;
-        const int64_t step = std::clamp(bounds[2], -n - 1, n + 1);
+        if (object.is_list() && object.sequence().growth && bounds[0] >= 0 && !given[1] && bounds[2] == 1)
+            return watched_slice(object.sequence(), size_t(bounds[0]));
+        const int64_t n = object.length(meter), step = std::clamp(bounds[2], -n - 1, n + 1);
         // Python's slice.indices(n).
         const auto clipped = [&](int i, int64_t otherwise) {
             if (!given[i]) return otherwise;
@@ -399,38 +341,86 @@ class Renderer {
             return std::clamp(at, step < 0 ? int64_t(-1) : 0, step < 0 ? n - 1 : n);
         };
         const int64_t begin = clipped(0, step < 0 ? n - 1 : 0), end = clipped(1, step < 0 ? -1 : n);
-        Text text;
-        std::vector<Value> items;
-        meter.make(is_list ? size_t(n) * sizeof(Value) : 10 * object.text().size());
-        for (int64_t i = begin; step > 0 ? i < end : i > end; i += step) {
-            if (is_list)
-                items.push_back(object.sequence().items[size_t(i)]);
-            else
-                text += object.text().part(ends[size_t(i)], ends[size_t(i) + 1]);
+        if (is_text) return text_slice(object, begin, end, step);
+        Items items(&meter);
+        for (int64_t i = begin; step > 0 ? i < end : i > end; i += step) items.add(object.items()[size_t(i)]);
+        return {std::move(items), object.is_list() ? Kind::List : Kind::Tuple};
+    }
+
+    // The watched list without its first elements.
+    Value watched_slice(const Sequence& list, size_t begin) {
+        Items items(&meter);
+        for (size_t i = begin; i < list.items.size(); i++) items.add(list.items.all[i]);
+        Value out(std::move(items), Kind::List);
+        out.watch(list.growth, list.left_out + begin);
+        return out;
+    }
+
+    Value text_slice(const Value& object, int64_t begin, int64_t end, int64_t step) {
+        const Text& text = object.text();
+        meter.scan(text.size());
+        if (step == 1) {
+            const size_t from = character_start(text.chars, size_t(begin)),
+                         to = character_start(text.chars, size_t(end));
+            return part_of(text, {from, std::max(from, to)}, meter);
         }
-        return is_list ? Value(std::move(items), object.sequence().kind) : Value(std::move(text));
+        const Items characters = object.iterate(meter);
+        Writer out(meter);
+        for (int64_t i = begin; step > 0 ? i < end : i > end; i += step) out.put(characters.all[size_t(i)].text());
+        return out.value();
     }
 
     Arguments arguments(const Expression& e, size_t first, const Scope& scope) {
         Arguments out;
-        for (size_t i = first; i < e.operands.size(); i++) out.values.push_back(evaluate(*e.operands[i], scope));
+        for (size_t i = first; i < e.operands.size(); i++) {
+            if (e.operands[i]->type == Type::Spread)
+                spread(*e.operands[i], scope, out);
+            else
+                out.values.push_back(evaluate(*e.operands[i], scope));
+        }
         for (const auto& [key, value] : e.keywords) out.keywords.emplace_back(key, evaluate(*value, scope));
         return out;
     }
 
+    // f(*list) and f(**dict).
+    void spread(const Expression& e, const Scope& scope, Arguments& out) {
+        const Value value = evaluate(*e.operands[0], scope);
+        require(e.name == "*" || value.is_dict(), "a call with ** takes a dictionary, not a value of type ",
+                value.type_name());
+        const Items items = value.iterate(meter);
+        require(items.size() <= 1000, "a call with ", items.size(), " arguments; at most 1,000 are supported");
+        for (const Value& one : items) {
+            require(e.name == "*" || one.is_string(), "a call with ** takes names that are text");
+            if (e.name == "*")
+                out.values.push_back(one);
+            else
+                out.keywords.emplace_back(one.text().chars, item(value, one, meter));
+        }
+    }
+
     Value call(const Expression& e, const Scope& scope) {
-        const Value* const found = scope.find(e.name);
-        if (found && found->is_macro()) return call_macro(*found->macro(), arguments(e, 0, scope));
-        require(!found && is_function(e.name), "'", e.name, "' is ",
-                found ? "a value, not a macro" : "not a macro yet");
+        const Value* const found = scope.find(e.name, meter);
+        if (found) return call_value(*found, e, scope, 0);
+        require(is_function(e.name), "the function '", shortened(e.name), "' is not supported");
         if (e.name != "namespace") return call_function(e.name, arguments(e, 0, scope), now, meter);
         const Arguments given = arguments(e, 0, scope);
-        Dict attributes;
-        if (!given.values.empty()) attributes = call_function("dict", {given.values, {}}, now, meter).dict();
-        for (const auto& [key, value] : given.keywords) attributes.set(Text(key), value);
-        meter.make(sizeof(Dict) + given.keywords.size() * (sizeof(Value) + sizeof(Text)));
-        namespaces.push_back(std::move(attributes));
+        const Value attributes = call_function("dict", given, now, meter);
+        namespaces.push_back(attributes.dict().copy(&meter));
         return &namespaces.back();
+    }
+
+    Value call_value(const Value& callee, const Expression& e, const Scope& scope, size_t first = 1) {
+        require(callee.is_macro(), e.name.empty() ? "a value" : "'" + e.name + "'", " of type ", callee.type_name(),
+                " is called, but is not a macro");
+        return call_macro(*callee.macro(), arguments(e, first, scope));
+    }
+
+    // A method, or a macro that a namespace or a dictionary holds.
+    Value method(const Expression& e, const Value& object, const Scope& scope) {
+        const bool holds_macro = (object.is_namespace() || object.is_dict()) && !has_method(object, e.name);
+        const Value held = holds_macro ? attribute(object, e.name) : Value();
+        if (held.is_macro()) return call_value(held, e, scope);
+        return call_method(e.name, object, arguments(e, 1, scope), meter);
     }
 
     Value call_macro(const Statement& macro, const Arguments& given) {
@@ -440,14 +430,14 @@ class Renderer {
         Scope scope{&root};
         std::vector<bool> is_given(count);
         for (size_t i = 0; i < given.values.size(); i++) {
-            scope.set(macro.names[i + 1], given.values[i]);
+            scope.set(macro.names[i + 1], given.values[i], meter);
             is_given[i] = true;
         }
         for (const auto& [key, value] : given.keywords) {
             const auto at = std::find(macro.names.begin() + 1, macro.names.end(), key);
             require(at != macro.names.end() && !is_given[size_t(at - macro.names.begin()) - 1], "macro '",
                     macro.names[0], "' takes no argument '", key, "', or has it already");
-            scope.set(key, value);
+            scope.set(key, value, meter);
             is_given[size_t(at - macro.names.begin()) - 1] = true;
         }
         for (size_t i = 0; i < count; i++) {
@@ -455,16 +445,18 @@ class Renderer {
             scope.set(macro.names[i + 1],
                       macro.conditions[i]
                           ? evaluate(*macro.conditions[i], scope)
-                          : Value(Undefined{"parameter '" + macro.names[i + 1] + "' was not provided"}));
+                          : Value(Undefined{"parameter '" + shortened(macro.names[i + 1]) + "' was not provided"}),
+                      meter);
         }
-        Text out;
+        Writer out(meter);
         execute(macro.blocks[0], scope, out);
-        return out;
+        return out.value();
     }
 
     Meter meter;
     const std::tm& now;
     Scope root;
+    const Writer* root_out = nullptr;
     std::deque<Dict> namespaces;
     int depth = 0;
 };
@@ -474,7 +466,23 @@ class Renderer {
 Template::Template(const std::string& source, const std::string& n) : name(n), block(parse(source, n)) {}
 
 Text Template::render(const Variables& variables, const std::tm& now) const {
-    Renderer renderer(variables, now);
+    return render_watched(variables, now, nullptr);
+}
+
+Text Template::render(const Variables& variables, const std::tm& now, const Value& growing, Growth& growth) const {
+    struct Watch {
+        Watch(const Value& v, Growth& g) : value(v) { value.watch(&g); }
+        ~Watch() { value.watch(nullptr); }
+        const Value& value;
+    };
+    const Watch watch(growing, growth);
+    Text out = render_watched(variables, now, &growth);
+    if (!growth.ended) growth.depends();
+    return out;
+}
+
+Text Template::render_watched(const Variables& variables, const std::tm& now, Growth* growth) const {
+    Renderer renderer(variables, now, growth);
     try {
         return renderer.run(block);
     } catch (const Refusal&) {

@@ -32,6 +32,9 @@ struct Expression {
         Method,       // operands[0].name(operands[1] …)
         Filter,       // operands[0] | name(operands[1] …)
         Test,         // operands[0] is name(operands[1] …)
+        CallValue,    // operands[0](operands[1] …)
+        Spread,       // name: "*" or "**", an argument of a call
+        Unsupported,  // name: what it is; an error where it is evaluated
     };
     Type type;
     int line;
@@ -54,13 +57,17 @@ struct Statement {
         For,       // for names in expression if conditions[0] ▶ blocks[0]; blocks[1]: else
         Set,       // set names = expression; attribute: set names[0].attribute = expression
         SetBlock,  // set names[0] ▶ blocks[0]; expression: its filters, applied to the variable ""
+        With,      // with names[i] = conditions[i] ▶ blocks[0]
+        Filter,    // filter ▶ blocks[0]; expression: its filters, applied to the variable ""
         Macro,     // macro names[0](names[1] …) ▶ blocks[0]; conditions: the arguments' defaults, null without one
         Generation,  // generation ▶ blocks[0]
         Break,
         Continue,
+        Unsupported,
     };
     Type type;
     int line;
+    std::string unsupported;  // what it is, if it is an error where it is executed
     Value text;
     std::vector<std::string> names;
     std::string attribute;

@@ -88,10 +88,10 @@ class ChatTest(TrainingTest):
         tokens, result = prompt_tokens("Hi\nno\nHi\n")
         self.assertIn("refuses the conversation: Not this)", result.stdout)
         self.assertEqual(tokens, turn + left + turn)  # the conversation goes on without the refused turn
-        write_template("{{ messages | sort }}")
+        write_template("{{ messages | xmlattr }}")
         unsupported = chat("Hi\n")
         self.assertEqual((unsupported.returncode, unsupported.stdout), (1, ""))
-        self.assertIn("chat_template.jinja:1: the filter 'sort' is not supported", unsupported.stderr)
+        self.assertIn("chat_template.jinja:1: the filter 'xmlattr' is not supported", unsupported.stderr)
         os.remove(os.path.join(model, "chat_template.jinja"))
         with subprocess.Popen([DRIVER, "chat", "--model", model, "--max-tokens", "1000000", "--temperature", "0"],
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:

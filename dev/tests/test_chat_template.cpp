@@ -57,15 +57,32 @@ TEST(ChatTemplates, FoundInModelDirectory) {
         json::array({{{"name", "tool_use"}, {"template", "tools"}}, {{"name", "default"}, {"template", "two"}}});
     write_file(dir.file("tokenizer_config.json"), json{{"chat_template", several}}.dump());
     EXPECT_EQ(first(), "two");
-    write_file(dir.file("tokenizer_config.json"), "{\"chat_template\": 5}");
-    EXPECT_NE(error_of(first).find("no chat template"), std::string::npos);
+    const std::string config = dir.file("tokenizer_config.json"), key = config + ": chat_template";
+    const auto with = [&](const json& value) {
+        write_file(config, json{{"chat_template", value}}.dump());
+        std::string text;
+        const std::string error = error_of([&] { text = first(); });
+        return error.empty() ? text : error;
+    };
+    EXPECT_EQ(with({{"rag", "documents"}, {"default", "by name"}}), "by name");
+    EXPECT_EQ(with({{"rag", "a"}, {"tool_use", "b"}}),
+              key +
+                  " has several templates (rag, tool_use) and none named default; write the one to use to "
+                  "chat_template.jinja");
+    EXPECT_EQ(with(json::array({{{"name", "rag"}, {"template", "a"}}})),
+              key + " has several templates (rag) and none named default; write the one to use to chat_template.jinja");
+    EXPECT_EQ(with(5), key + " is 5; it must be a template, or an object of templates by name");
+    EXPECT_EQ(with(json::array({"a"})),
+              key + " is a list with \"a\"; its elements must be {\"name\": ..., \"template\": ...}");
+    EXPECT_EQ(with({{"default", 1}}), key + ": the template 'default' is 1, not text");
+    EXPECT_NE(with(nullptr).find("no chat template"), std::string::npos);
     write_file(dir.file("chat_template.jinja"), "three{{ bos_token }}{{ eos_token }}");
     EXPECT_EQ(first(), "three");
     write_file(dir.file("tokenizer_config.json"),
                json{{"bos_token", "<s>"}, {"eos_token", {{"content", "</s>"}}}, {"pad_token", nullptr}}.dump());
     EXPECT_EQ(first(), "three<s></s>");
-    write_file(dir.file("chat_template.jinja"), "\n{{ x|sort }}");
-    EXPECT_EQ(error_of(first), dir.file("chat_template.jinja") + ":2: the filter 'sort' is not supported");
+    write_file(dir.file("chat_template.jinja"), "\n{{ x|xmlattr }}");
+    EXPECT_EQ(error_of(first), dir.file("chat_template.jinja") + ":2: the filter 'xmlattr' is not supported");
     write_file(dir.file("chat_template.jinja"), "{{ raise_exception('Only in pairs') }}");
     EXPECT_EQ(error_of(first), dir.file("chat_template.jinja") + " refuses the conversation: Only in pairs");
 }

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 
 #include "dev/tests/tokenizer_fixture.h"
@@ -70,7 +71,7 @@ TEST(Examples, TokensAndLossOfEachFamily) {
                 EXPECT_GT(std::accumulate(example.loss.begin(), example.loss.end(), 0), 0);
                 equal[name]++;
             } else if (one.contains("refused")) {
-                const std::string part = str("writes the assistant turn ", one["refused"].get<int64_t>(), " otherwise");
+                const std::string part = str("writes message ", one["refused"].get<int64_t>(), ", an assistant turn");
                 EXPECT_NE(error_of(encode).find(part), std::string::npos) << name << error_of(encode);
                 refused++;
             } else {
@@ -107,6 +108,144 @@ TEST(Examples, LossIsTheResponseThroughTheEndOfTheTurn) {
                   text({{"user", "a<|im_end|>"}, {"assistant", "b"}});
               }).find("a message holds the special token <|im_end|> as text"),
               std::string::npos);
+}
+
+// The definition, as it is: every turn rendered by itself. Returns the mask, or nothing where a turn is refused.
+std::vector<uint8_t> loss_by_definition(const std::vector<Message>& messages, const ChatTemplate& model,
+                                        const Tokenizer& tokenizer) {
+    const auto render = [&](size_t n, bool prompt) {
+        return model.render({messages.begin(), messages.begin() + int64_t(n)}, prompt, fixture_date());
+    };
+    const auto shared = [](const auto& a, const auto& b) {
+        const size_t n = std::min(a.size(), b.size());
+        return size_t(std::mismatch(a.begin(), a.begin() + int64_t(n), b.begin()).first - a.begin());
+    };
+    const jinja::Text whole = render(messages.size(), false);
+    const std::vector<int32_t> ids = ChatTemplate::encode(whole, tokenizer);
+    std::vector<uint8_t> loss(ids.size());
+    for (size_t i = 0; i < messages.size(); i++) {
+        if (messages[i].role != "assistant") continue;
+        const jinja::Text prompt = render(i, true), turn = render(i + 1, false);
+        const size_t same = shared(turn.chars, whole.chars);
+        if (shared(prompt.chars, turn.chars) < prompt.size() || prompt.size() > same) return {};
+        for (size_t k = same; k < turn.size(); k++)
+            if (turn.marks[k] & jinja::CONTENT) return {};
+        const size_t begin = shared(ChatTemplate::encode(prompt, tokenizer), ids);
+        size_t end = std::max(begin, shared(ChatTemplate::encode(turn, tokenizer), ids)), k = begin;
+        while (k < end && tokenizer.is_special(ids[k])) k++;
+        while (k < end && !tokenizer.is_special(ids[k])) k++;
+        std::fill(loss.begin() + int64_t(begin), loss.begin() + int64_t(k < end ? k + 1 : end), uint8_t(1));
+    }
+    return loss;
+}
+
+// Templates that write a turn by what follows, and some that only seem to: the loss is that of the definition.
+TEST(Examples, LossFollowsTheDefinitionForTemplatesThatLookAhead) {
+    const Tokenizer tokenizer = tokenizer_fixture("gpt2", {"<|im_start|>", "<|im_end|>"});
+    const std::string turn = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}",
+                      ending = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+                      loop = "{% for m in messages %}";
+    const std::vector<std::string> sources = {
+        loop + turn + ending,
+        "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}" +
+            loop + turn + ending,
+        "{% for m in messages[1:] %}" + turn + "{% else %}none" + ending,
+        loop + "{% if loop.last %}!{% endif %}" + turn + ending,
+        loop + turn + "{% if not loop.last %}<|im_end|>{% endif %}" + ending,
+        loop + "{{ loop.revindex }}" + turn + ending,
+        loop + "{{ loop.nextitem.role }}" + turn + ending,
+        loop + "{{ loop.previtem.role }}{{ loop.index }}" + turn + ending,
+        loop + "{{ messages[loop.index0].role }}" + turn + ending,
+        loop + "{{ messages[loop.index].role }}" + turn + ending,
+        "{{ messages|length }}" + loop + turn + ending,
+        "{{ messages[1].role }}" + loop + turn + ending,
+        loop + turn + ending + "{{ messages[-1].role }}",
+        loop + turn + ending + "{{ messages[0].role }}",
+        loop + turn + ending + "{{ messages|length }}",
+        "{% set n = namespace(k=0) %}" + loop + "{% set n.k = n.k + 1 %}" + turn + ending + "{{ n.k }}",
+        "{% set n = namespace(k=0) %}" + loop + "{% set n.k = n.k + 1 %}{% endfor %}" + loop + "{{ n.k }}" + turn +
+            ending,
+        "{% set l = [] %}" + loop + "{% set _ = l.append(1) %}" + turn + ending + "{{ l|length }}",
+        "{% set t %}" + loop + turn + "{% endfor %}{% endset %}{{ t[5:] }}{% if add_generation_prompt %}x{% endif %}",
+        "{% for m in messages if m.role != 'system' %}" + turn + ending,
+        loop + turn + "{% if loop.index == 3 %}{% break %}{% endif %}" + ending,
+        "{% macro f() %}{{ messages|length }}{% endmacro %}" + loop + "{{ f() }}" + turn + ending,
+        loop + turn + "{% endfor %}{% for m in messages %}{{ m.role }}" + ending,
+        "{{ add_generation_prompt }}" + loop + turn + ending,
+        loop + "{{ m.role }}: {{ m.content }}\n" + ending,
+        loop + turn + "{% endfor %}",
+    };
+    const std::vector<std::vector<Message>> conversations = {
+        {{"user", "Hi"}, {"assistant", "Yes."}},
+        {{"system", "S"}, {"user", "Hi"}, {"assistant", "it was"}, {"user", "So?"}, {"assistant", "the best"}},
+        {{"assistant", "First"}, {"user", "b"}, {"assistant", "d"}, {"user", "last"}},
+        {{"user", "a"}, {"assistant", ""}, {"assistant", "c"}, {"user", "d"}, {"assistant", "e"}, {"user", "f"}},
+    };
+    int refused = 0, equal = 0;
+    for (const std::string& source : sources) {
+        const ChatTemplate model = chat_template(source);
+        for (const auto& messages : conversations) {
+            std::vector<uint8_t> expected, found;
+            const auto by_definition = [&] { expected = loss_by_definition(messages, model, tokenizer); };
+            const auto encode = [&] { found = encode_conversation(messages, model, fixture_date(), tokenizer).loss; };
+            const std::string fails = error_of(by_definition), error = error_of(encode);
+            EXPECT_EQ(expected, found) << source << "\n" << error;
+            EXPECT_EQ(error.empty(), !expected.empty()) << source << "\n" << error << fails;
+            (found.empty() ? refused : equal)++;
+        }
+    }
+    EXPECT_GT(equal, 15);
+    EXPECT_GT(refused, 20);
+}
+
+// The time of a conversation grows with its length.
+TEST(Examples, LongConversationsTakeLittleTime) {
+    const Tokenizer tokenizer = tokenizer_fixture("gpt2", {"<|im_start|>", "<|im_end|>"});
+    std::vector<Message> messages;
+    for (int i = 0; i < 3000; i++) messages.push_back({i % 2 ? "assistant" : "user", str("it was the best ", i)});
+    const auto start = std::chrono::steady_clock::now();
+    const Example example = encode_conversation(messages, chat_template(CHATML), fixture_date(), tokenizer);
+    EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), 3);
+    const int32_t end = tokenizer.encode("<|im_end|>", true)[0];
+    int64_t ends = 0;
+    for (size_t i = 0; i < example.tokens.size(); i++) ends += example.tokens[i] == end && example.loss[i];
+    EXPECT_EQ(ends, 1500);
+}
+
+// DeepSeek-R1's template: the generation prompt opens the reasoning, which stored turns leave out.
+TEST(Examples, GenerationPromptThatStoredTurnsLeaveOut) {
+    const Tokenizer tokenizer = tokenizer_fixture("gpt2", {"<|User|>", "<|Assistant|>", "<|end|>"});
+    const std::string r1 =
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<|User|>' + m.content }}{% else %}"
+        "{{ '<|Assistant|>' + m.content.split('</think>')[-1]|trim + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}";
+    const auto encode = [&](const std::vector<Message>& messages) {
+        return encode_conversation(messages, chat_template(r1), fixture_date(), tokenizer);
+    };
+    const Example example = encode({{"user", "Hi"}, {"assistant", "<think>\nWhy.\n</think>\n\nYes. \n"}});
+    EXPECT_EQ(tokenizer.decode(example.tokens), "<|User|>Hi<|Assistant|><think>\nWhy.\n</think>\n\nYes.<|end|>");
+    EXPECT_EQ(learnt(example, tokenizer), "Why.\n</think>\n\nYes.<|end|>");
+    const std::string error = error_of([&] { encode({{"user", "Hi"}, {"assistant", "Yes."}}); });
+    EXPECT_NE(
+        error.find("the generation prompt is '<|Assistant|><think>\\n', but message 2, an assistant turn, does not "
+                   "begin so"),
+        std::string::npos)
+        << error;
+    const std::string many = error_of([&] {
+        encode({{"user", "Hi"},
+                {"assistant", "<think>\na</think>b"},
+                {"user", "c"},
+                {"assistant", "<think>\nd</think>e"}});
+    });
+    EXPECT_NE(many.find("but message 2, an assistant turn"), std::string::npos) << many;
+    // A stored turn that begins as the generation prompt is trained as it is.
+    const std::string kept =
+        "{% for m in messages %}{{ '<|User|>' if m.role == 'user' else '<|Assistant|>' }}{{ m.content + '<|end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}";
+    EXPECT_EQ(learnt(encode_conversation({{"user", "Hi"}, {"assistant", "<think>\nWhy.\n</think>Yes."}},
+                                         chat_template(kept), fixture_date(), tokenizer),
+                     tokenizer),
+              "Why.\n</think>Yes.<|end|>");
 }
 
 TEST(Examples, PromptAndResponseWithoutATemplate) {

@@ -9,6 +9,7 @@
 #include <malloc.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
@@ -537,6 +538,128 @@ TEST_F(Fuzz, ChatTemplates) {
                            {{{"name", "tools"}, {"template", "no"}}, {{"name", "default"}, {"template", chatml}}}}};
     for (const json& config : {one, several})
         fuzz(dir.file("tokenizer_config.json"), config.dump(), {1 << 20, true}, 200, render);
+}
+
+// Random programs of a template's expensive operations on text of megabytes and long lists.
+class HostileTemplate {
+  public:
+    explicit HostileTemplate(uint64_t seed) : random(seed) {}
+
+    std::string program() {
+        std::string out = "{% set n = namespace(t=x, l=[]) %}";
+        const uint64_t loops = 1 + random.below(2);
+        for (uint64_t i = 0; i < loops; i++) out += "{% for i in range(" + number() + ") %}";
+        for (uint64_t i = 1 + random.below(3); i > 0; i--) out += statement();
+        for (uint64_t i = 0; i < loops; i++) out += "{% endfor %}";
+        return out + "{{ " + text(3) + " }}";
+    }
+
+  private:
+    std::string one_of(const std::vector<std::string>& choices) { return choices[random.below(choices.size())]; }
+    std::string number() { return one_of({"3", "50", "999", "20000", "99999", "999999999"}); }
+    std::string statement() {
+        return one_of({"{% set n.t = " + text(3) + " %}", "{% set n.l = " + list(3) + " %}", "{{ " + text(2) + " }}",
+                       "{% if " + text(2) + " in " + text(2) + " %}a{% endif %}",
+                       "{% set _ = n.l.append(" + one_of({text(2), list(2), "n.l", "i"}) + ") %}",
+                       "{% set _ = {" + one_of({"i", "n.t", "1"}) + ": " + text(2) + "}.update(a=" + list(2) + ") %}",
+                       "{% set _ = " + list(2) + " == " + list(2) + " %}"});
+    }
+    std::string text(int depth) {
+        if (depth == 0) return one_of({"x", "w", "l", "n.t", "'a'", "'ab'", "''", "'\n'", "i|string"});
+        const auto t = [&] { return "(" + text(depth - 1) + ")"; };
+        return one_of({t() + " ~ " + t(),
+                       t() + ".replace(" + t() + ", " + t() + ")",
+                       t() + "|indent(" + number() + ")",
+                       "(" + list(depth - 1) + ")|join(" + t() + ")",
+                       t() + "|tojson(indent=" + number() + ")",
+                       "(" + list(depth - 1) + ")|tojson(indent=99)",
+                       t() + " * " + number(),
+                       t() + ".strip(" + t() + ")",
+                       t() + "[" + number() + ":]",
+                       t() + "[::-" + number() + "]",
+                       "'%" + number() + "s' % " + t(),
+                       "'{:>" + number() + "}{}'.format(" + t() + ", " + t() + ")",
+                       t() + "|upper",
+                       t() + "|title",
+                       "(" + t() + ".find(" + t() + "))|string",
+                       "(" + t() + ".rfind(" + t() + "))|string",
+                       "(" + t() + ".count(" + t() + "))|string",
+                       "(" + t() + "|length)|string",
+                       "(" + list(depth - 1) + ")|string",
+                       t() + ".removesuffix(" + t() + ")"});
+    }
+    std::string list(int depth) {
+        if (depth == 0) return one_of({"n.l", "[]", "[x, w]", "range(" + number() + ")", "l.split()", "[[[1]]]"});
+        const auto t = [&] { return "(" + text(depth - 1) + ")"; };
+        const auto l = [&] { return "(" + list(depth - 1) + ")"; };
+        return one_of({t() + ".split(" + t() + ")", t() + ".rsplit(" + t() + ", " + number() + ")", t() + ".split()",
+                       t() + ".splitlines()", t() + "|list", l() + " + " + l(), l() + " * " + number(),
+                       l() + "|map('string')|list", l() + "|sort", l() + "|unique|list", l() + "|reverse|list",
+                       "[" + t() + ", " + l() + "]", l() + "|map('replace', 'a', " + t() + ")|list",
+                       "[{'a': 1}]|groupby('a')", l() + "|select('in', " + t() + ")|list", l() + "[::2]"});
+    }
+
+    Random random;
+};
+
+// No template takes more than 10 seconds (longer where a sanitizer watches) or 256 MB.
+TEST_F(Fuzz, TemplatesCostLittle) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    constexpr double SECONDS = 100;
+#else
+    constexpr double SECONDS = 10;
+#endif
+    constexpr int64_t BYTES = 256 << 20;
+    std::string lines, keys;
+    for (int i = 0; i < 1 << 19; i++) lines += "a\n";
+    for (int i = 0; i < 40000; i++) keys += str(i, ":0,");
+    const jinja::Template::Variables variables = {{"x", jinja::Text(std::string(1 << 20, 'a'), jinja::CONTENT)},
+                                                  {"w", jinja::Text(std::string(1 << 19, 'a') + "b", jinja::CONTENT)},
+                                                  {"l", jinja::Text(lines, jinja::CONTENT)}};
+    const auto repeated = [](const std::string& work) {
+        return "{% for i in range(99999) %}{% for j in range(999) %}" + work + "{% endfor %}{% endfor %}";
+    };
+    std::vector<std::string> programs = {
+        repeated("{{ w in x }}"),
+        repeated("{% set y = x.find(w) %}"),
+        repeated("{% set y = x.rfind('b' ~ w) %}"),
+        repeated("{% set y = x.count('a') %}"),
+        repeated("{% set y = x.replace('aaaab', 'c') %}"),
+        repeated("{% set y = x.split('ab') %}"),
+        "{{ l.splitlines()|length }}",
+        "{{ x.split('a')|length }}",
+        "{{ l|indent(1000) }}",
+        repeated("{% set y = x|trim('bcdefghijklmnopqrstuvwxyza') %}"),
+        "{{ ([[[[[[1]]]]]] * 100000)|tojson(indent=100) }}",
+        repeated("{% set y = {" + keys + "} %}"),
+        "{% set n = namespace(a=[1]) %}{% for i in range(90) %}{% set n.a = [n.a, n.a] %}{% endfor %}{{ n.a == "
+        "n.a|list }}",
+        "{% set n = namespace(a=[]) %}{% for i in range(99999) %}{% set b = [] %}{% set _ = b.append(n.a) %}"
+        "{% set n.a = b %}{% endfor %}{{ n.a }}",
+        "{% set a = [] %}{% set _ = a.append(a) %}{{ a }}",
+        "{% set n = namespace(a=[]) %}{% for i in range(99999) %}{% set n.a = n.a + [i] %}{% endfor %}",
+        repeated("{% set y = '%.100f' % 1e300 %}"),
+        "{{ x.a" + std::string(400'000, 'b') + " }}",
+        std::string(100'000, ' ').replace(0, 0, "{% raw %}{%"),
+    };
+    const char* const rounds = std::getenv("FUZZ_ROUNDS");
+    for (int i = 0; i < 60 * (rounds ? std::max(1, std::atoi(rounds)) : 1); i++)
+        programs.push_back(HostileTemplate(uint64_t(i)).program());
+    for (const std::string& program : programs) {
+        const auto start = std::chrono::steady_clock::now();
+        limit = in_use + BYTES;
+        std::string failure;
+        try {
+            jinja::Template(program, "t").render(variables, local_time_now());
+        } catch (const Error&) {
+        } catch (const std::bad_alloc&) {
+            failure = "more than 256 MB are asked for";
+        }
+        limit = INT64_MAX;
+        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        EXPECT_EQ(failure, "") << program.substr(0, 1000);
+        EXPECT_LT(seconds, SECONDS) << program.substr(0, 1000);
+    }
 }
 
 // Invalid lines of a log are skipped, so damage is not an error.
