@@ -3,15 +3,13 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "data/declared_tokens.h"
 #include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
 
 using nlohmann::json;
 
 namespace {
-
-constexpr const char* TOKEN_NAMES[] = {"bos_token", "eos_token", "unk_token", "pad_token",
-                                       "sep_token", "cls_token", "mask_token"};
 
 // The default one of a model's templates; null if it has none.
 json default_template(const json& config) {
@@ -44,11 +42,8 @@ ChatTemplate::Source ChatTemplate::read(const std::string& directory) {
     Source out;
     const std::string config_path = join_path(directory, "tokenizer_config.json");
     const json config = path_exists(config_path) ? json(read_json(config_path)) : json::object();
-    for (const char* name : TOKEN_NAMES) {
-        json token = config.is_object() ? config.value(name, json()) : json();
-        if (token.is_object()) token = token.value("content", json());
-        if (token.is_string()) out.special_tokens.emplace_back(name, jinja::Text(token.get<std::string>()));
-    }
+    for (const auto& [name, token] : read_declared_tokens(directory).named)
+        out.special_tokens.emplace_back(name, jinja::Text(token));
     out.path = join_path(directory, "chat_template.jinja");
     if (path_exists(out.path)) {
         out.text = read_file(out.path);

@@ -19,7 +19,7 @@ struct Message {
 class ChatTemplate {
   public:
     // The template of a model directory: chat_template.jinja, else `chat_template` in tokenizer_config.json (of several
-    // the one named default), with the special tokens (bos_token, …) that tokenizer_config.json names. Throws Error if
+    // the one named default), with the tokens (bos_token, …) that data/declared_tokens.h names. Throws Error if
     // there is none, or if it uses what data/jinja/ does not support.
     explicit ChatTemplate(const std::string& model_directory);
     static bool exists(const std::string& model_directory);

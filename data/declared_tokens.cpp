@@ -85,25 +85,35 @@ class Reader {
             read_decoder();
         else
             read_added_tokens(directory);
-        for (DeclaredTokens::Token& token : by_id) {
-            if (named_contents.count(token.fields["content"])) token.fields["special"] = true;
-            out.tokens.push_back(std::move(token));
+        std::set<std::string> contents, plain;
+        for (DeclaredTokens::Token& token : named) {
+            token.makes_special = !has_decoder;
+            contents.insert(token.fields["content"].get<std::string>());
         }
-        for (DeclaredTokens::Token& token : named) token.makes_special = !has_decoder;
-        for (auto* list : {&named, &extra}) out.tokens.insert(out.tokens.end(), list->begin(), list->end());
+        for (auto* list : {&by_id, &named, &extra}) {
+            for (DeclaredTokens::Token& token : *list) {
+                const std::string content = token.fields["content"];
+                if (contents.count(content)) token.fields["special"] = true;
+                if (!token.plain || plain.insert(content).second) out.tokens.push_back(std::move(token));
+            }
+        }
     }
 
     DeclaredTokens out;
 
   private:
+    // A name that is given again gets the later token, at the place of the first.
     void add_named(const Keys& file, const std::string& key, const ordered_json& value) {
-        json fields = file.token(key, value);
-        const std::string content = fields["content"];
-        out.named.emplace_back(key, content);
-        fields["special"] = true;
-        named_contents.insert(content);
-        if (is_standard_name(key)) special_contents.insert(content);
-        named.push_back({std::move(fields), file.path});
+        const json fields = file.token(key, value);
+        size_t i = 0;
+        while (i < out.named.size() && out.named[i].first != key) i++;
+        if (i == out.named.size()) {
+            out.named.emplace_back();
+            named.emplace_back();
+        }
+        out.named[i] = {key, fields["content"]};
+        named[i] = {fields, file.path};
+        named[i].plain = value.is_string();
     }
 
     void read_named() {
@@ -111,22 +121,25 @@ class Reader {
             const Keys& file = map.object.contains(name) ? map : config;
             if (file.has(name)) add_named(file, name, file.object[name]);
         }
-        read_other_names(config);
+        read_other_names(config, true);
+        read_other_names(map, true);
+        read_other_names(config, false);
         if (config.lists("extra_special_tokens") && config.object["extra_special_tokens"].is_object())
             read_names(config, config.object["extra_special_tokens"]);
-        read_other_names(map);
         if (map.lists("extra_special_tokens") && map.object["extra_special_tokens"].is_object())
             read_names(map, map.object["extra_special_tokens"]);
     }
     void read_names(const Keys& file, const ordered_json& names) {
         for (const auto& [key, value] : names.items()) add_named(file, key, value);
     }
-    // Keys such as image_token. In tokenizer_config.json an object is a token only if it says so.
-    void read_other_names(const Keys& file) {
+    // Keys such as image_token. transformers takes the plain texts of tokenizer_config.json later than all others. An
+    // object in that file is a token only if it says so.
+    void read_other_names(const Keys& file, bool early) {
         for (const auto& [key, value] : file.object.items()) {
-            const bool is_token =
-                value.is_string() || (value.is_object() && (file.always_special || value.contains("__type")));
-            if (ends_with(key, "_token") && !is_standard_name(key) && is_token) add_named(file, key, value);
+            if (!ends_with(key, "_token") || is_standard_name(key)) continue;
+            const bool object = value.is_object() && (file.always_special || value.contains("__type"));
+            const bool is_early = file.always_special || object;
+            if ((object || value.is_string()) && is_early == early) add_named(file, key, value);
         }
     }
 
@@ -135,23 +148,28 @@ class Reader {
             const ordered_json& values = file.object[key];
             if (!values.is_array()) file.wrong(key, values, "a list of tokens");
             for (const ordered_json& value : values) {
-                json fields = file.token(key, value);
-                special_contents.insert(fields["content"].get<std::string>());
-                extra.push_back({std::move(fields), file.path});
+                extra.push_back({file.token(key, value), file.path});
+                extra.back().plain = value.is_string();
             }
         };
-        const auto lists_extra = [](const Keys& file) {
-            return file.lists("extra_special_tokens") && !file.object["extra_special_tokens"].is_object();
-        };
-        const char* const older = "additional_special_tokens";
-        if (lists_extra(config))
-            list(config, "extra_special_tokens");
-        else if (config.lists(older))
+        const char *const newer = "extra_special_tokens", *const older = "additional_special_tokens";
+        const auto is_list = [&](const Keys& file) { return file.lists(newer) && !file.object[newer].is_object(); };
+        const bool moved = !config.lists(newer) && config.object.contains(older);  // read as the newer key
+        bool is_given = moved || (config.object.contains(newer) && !config.object[newer].is_object());
+        if (is_list(config) || (moved && config.lists(older))) list(config, moved ? older : newer);
+        if (is_list(map)) {
+            list(map, newer);
+            is_given = true;
+        } else if (map.lists(newer)) {  // names, in place of the list
+            extra.clear();
+            is_given = false;
+        }
+        if (is_given) return;
+        if (map.object.contains(older)) {
+            if (map.lists(older)) list(map, older);
+        } else if (!moved && config.lists(older)) {
             list(config, older);
-        if (lists_extra(map))
-            list(map, "extra_special_tokens");
-        else if (extra.empty() && map.lists(older))
-            list(map, older);
+        }
     }
 
     void read_decoder() {
@@ -172,12 +190,16 @@ class Reader {
     // An older file: {"<pad>": 32000}.
     void read_added_tokens(const std::string& directory) {
         const Keys file(directory, "added_tokens.json");
+        std::set<std::string> special;
+        for (size_t i = 0; i < named.size(); i++)
+            if (is_standard_name(out.named[i].first)) special.insert(out.named[i].second);
+        for (const DeclaredTokens::Token& token : extra) special.insert(token.fields["content"].get<std::string>());
         std::map<int64_t, DeclaredTokens::Token> sorted;
         for (const auto& [content, id] : file.object.items()) {
             if (!id.is_number_integer() || id < 0 || id > INT32_MAX) file.wrong(content, id, "a token id");
             json fields = file.token(content, content);
-            fields["special"] = special_contents.count(content) > 0;
-            fields["normalized"] = !special_contents.count(content);
+            fields["special"] = special.count(content) > 0;
+            fields["normalized"] = !special.count(content);
             sorted[id.get<int64_t>()] = {std::move(fields), file.path, id.get<int64_t>()};
         }
         for (auto& [id, token] : sorted) by_id.push_back(std::move(token));
@@ -185,7 +207,6 @@ class Reader {
 
     Keys config, map;
     std::vector<DeclaredTokens::Token> by_id, named, extra;
-    std::set<std::string> named_contents, special_contents;
 };
 
 }  // namespace
@@ -210,6 +231,8 @@ json DeclaredTokens::complete(json added, const std::unordered_map<std::string, 
     json::array_t& list = added.get_ref<json::array_t&>();
     list.reserve(list.size() + tokens.size());  // pointers into it stay valid
     for (json& token : list) take(token);
+    std::set<std::string> settled;  // what is said later of such a token changes nothing
+    for (const auto& [content, token] : listed) settled.insert(content);
     for (const Token& token : tokens) {
         const std::string content = token.fields["content"];
         if (content.empty()) continue;
@@ -223,18 +246,20 @@ json DeclaredTokens::complete(json added, const std::unordered_map<std::string, 
                 ", but ", tokenizer_json, known ? " gives it " : " lacks it, and the next id there is ", id,
                 "; make the files agree, or take all of them from one model");
         const auto other = owner.find(id);
-        require(known || other == owner.end(), token.from, ": token '", printable(content), "' would get the id ", id,
-                ", which ", tokenizer_json, " gives '", printable(known ? "" : other->second),
-                "'; add the token to its added_tokens");
+        if (!known && other != owner.end())
+            throw Error(str(token.from, ": token '", printable(content), "' would get the id ", id, ", which ",
+                            tokenizer_json, " gives '", printable(other->second),
+                            "'; add the token to its added_tokens"));
         if (own == listed.end()) {
             list.push_back(token.fields);
             list.back()["id"] = id;
             take(list.back());
-        } else if (token.replaces) {
+        } else if (token.replaces || !settled.count(content)) {
             own->second->update(token.fields);
         } else if (token.makes_special) {
             (*own->second)["special"] = true;
         }
+        if (token.id >= 0) settled.insert(content);
     }
     return added;
 }

@@ -19,6 +19,7 @@ struct DeclaredTokens {
         int64_t id = -1;        // as declared; −1: none is
         bool replaces = false;  // its fields replace those of a token that tokenizer.json has
         bool makes_special = false;  // such a token becomes special
+        bool plain = false;          // given as text, without fields
     };
     std::vector<Token> tokens;                               // in the order in which they are added
     std::vector<std::pair<std::string, std::string>> named;  // ("eos_token", "</s>"): variables of chat templates
