@@ -115,13 +115,17 @@ std::vector<int32_t> ChatTemplate::end_tokens(const Tokenizer& tokenizer) const 
         require(out.size() == 1, "the tokenizer has no token ", token,
                 ", which tokenizer_config.json names eos_token; the two files belong to different models");
     }
-    // The tokens that the template writes after the last byte of an assistant turn's content.
+    const int32_t turn = end_of_turn(tokenizer);
+    if (turn >= 0 && std::find(out.begin(), out.end(), turn) == out.end()) out.push_back(turn);
+    return out;
+}
+
+int32_t ChatTemplate::end_of_turn(const Tokenizer& tokenizer) const {
     const jinja::Text text = render({{"user", "x"}, {"assistant", "x"}}, false, local_time_now());
     const size_t last = text.marks.find_last_of(std::string{jinja::CONTENT, jinja::CONTENT | jinja::GENERATION});
     const std::vector<int32_t> ending =
         encode_from(text, last == std::string::npos ? text.size() : last + 1, tokenizer);
     const auto is_special = [&](int32_t id) { return tokenizer.is_special(id); };
     const auto found = std::find_if(ending.begin(), ending.end(), is_special);
-    if (found != ending.end() && std::find(out.begin(), out.end(), *found) == out.end()) out.push_back(*found);
-    return out;
+    return found == ending.end() ? -1 : *found;
 }

@@ -34,8 +34,9 @@ class ChatTemplate {
     // The tokens of what render() wrote.
     static std::vector<int32_t> encode(const jinja::Text& text, const Tokenizer& tokenizer);
 
-    // The tokens with which a model ends its turn: the first special token that the template writes after the content
-    // of an assistant turn, and eos_token. Empty if there are neither. Throws Error if eos_token is not a token.
+    // The first special token that the template writes after the content of an assistant turn; −1 if there is none.
+    int32_t end_of_turn(const Tokenizer& tokenizer) const;
+    // The tokens with which a model ends its turn: that one, and eos_token. Throws Error if eos_token is not a token.
     std::vector<int32_t> end_tokens(const Tokenizer& tokenizer) const;
 
     const std::string& file() const { return path; }

@@ -119,16 +119,20 @@ struct Tokenizer::Impl {
             require(depth <= 100, file, ": JSON nested more than 100 deep; the file is damaged");
             return true;
         };
-        const size_t slash = path.rfind('/');
-        DeclaredTokens declared;
-        if (path.substr(slash + 1) == "tokenizer.json")
-            declared = read_declared_tokens(slash == std::string::npos ? "." : path.substr(0, slash + 1));
+        const DeclaredTokens declared = declared_beside(path);
         try {
             read(json::parse(text, limit_depth), declared);
         } catch (const json::exception& e) {
             const std::string text_of_library = e.what(), what = text_of_library.substr(text_of_library.find("] ") + 2);
             throw Error(str(file, ": not a valid tokenizer.json: ", what));  // without its "[json.exception.…] "
         }
+    }
+
+    // A file of another name is not part of a model directory.
+    static DeclaredTokens declared_beside(const std::string& path) {
+        const size_t slash = path.rfind('/');
+        if (path.substr(slash + 1) != "tokenizer.json") return {};
+        return read_declared_tokens(slash == std::string::npos ? "." : path.substr(0, slash + 1));
     }
 
     template <typename... Parts>
@@ -660,6 +664,12 @@ Tokenizer::Tokenizer(const std::string& tokenizer_json, const std::string& shown
     : impl(std::make_unique<Impl>(tokenizer_json, shown_as.empty() ? tokenizer_json : shown_as)) {}
 Tokenizer::~Tokenizer() = default;
 Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
+
+bool Tokenizer::same(const std::string& tokenizer_json, const std::string& other) {
+    if (read_file(tokenizer_json) != read_file(other)) return false;
+    if (Impl::declared_beside(tokenizer_json).tokens.empty() && Impl::declared_beside(other).tokens.empty()) return true;
+    return Tokenizer(tokenizer_json).impl->added == Tokenizer(other).impl->added;
+}
 
 std::vector<int32_t> Tokenizer::encode(std::string_view text, bool allow_special) const {
     Impl::Encoder encoder(*impl);

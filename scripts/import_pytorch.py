@@ -23,7 +23,7 @@ import hf_directory
 import tokenizer_json
 from hf_directory import ModelError
 
-CARRIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja")
+CARRIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "rope.freqs")
 LLAMA3_SPECIAL = (["<|begin_of_text|>", "<|end_of_text|>"] + [f"<|reserved_special_token_{i}|>" for i in range(4)]
                   + ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"]
