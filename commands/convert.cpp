@@ -29,9 +29,7 @@ bool is_bin(const std::string& path) {
 
 // A model in any format that can be read.
 struct Source {
-    ModelConfig config;
-    json original_config;
-    std::string directory;  // its tokenizer and other files are copied; empty for a .bin file
+    ModelSource model;  // the files of its directory are copied; none for a .bin file
     WeightSource weights;
     ParamTable table;
 };
@@ -44,14 +42,17 @@ Source open_source(const ConvertOptions& o) {
     if (path_exists(path) && !is_directory(path)) {
         const BinModel file(path);
         ParamTable table = parameter_table(file.config(), 1);
-        return {file.config(), json::object(), "", file.weights(table), std::move(table)};
+        ModelSource model;
+        model.config = file.config();
+        model.original_config = json::object();
+        return {std::move(model), file.weights(table), std::move(table)};
     }
-    const ModelSource model = find_model(path, o.base);
+    ModelSource model = find_model(path, o.base);
     require(!model.directory.empty(), path,
             ": a preset has no weights; name a model directory, a run directory or a .bin file");
     ParamTable table = parameter_table(model.config, 1);
     WeightSource weights = open_weight_source(model, table);
-    return {model.config, model.original_config, model.directory, std::move(weights), std::move(table)};
+    return {std::move(model), std::move(weights), std::move(table)};
 }
 
 ConvertOptions parse_convert(const Args& args) {
@@ -89,21 +90,22 @@ void run_convert(const Args& args) {
     NonFiniteTensors non_finite;
     source.weights.fetch = non_finite.watch(source.weights.fetch);
     if (is_bin(o.target)) {
-        write_llmc_model(o.target, source.config, source.table, source.weights.fetch,
+        write_llmc_model(o.target, source.model.config, source.table, source.weights.fetch,
                          o.dtype.empty() ? DType::F32 : float_type(o.dtype));
         std::cerr << non_finite.warning(o.source);
         return;
     }
     AtomicDirectory directory(o.target);
+    const std::string tokenizer = join_path(directory.path(), "tokenizer.json");
+    const ModelConfig& config = source.model.config;
+    if (!o.tokenizer.empty()) write_file(tokenizer, import_tokenizer(o.tokenizer));
+    save_model_files(directory.path(), config, source.model.original_config, {source.model.directory});
+    add_end_tokens(directory.path(), source.model, {});
     if (!o.tokenizer.empty()) {
-        const std::string path = join_path(directory.path(), "tokenizer.json");
-        write_file(path, import_tokenizer(o.tokenizer));
-        const int64_t vocab_size = Tokenizer(path, o.tokenizer).vocab_size();
-        require(vocab_size <= source.config.vocab_size, o.tokenizer, " has ", vocab_size,
-                " tokens, but the model's vocabulary has ", source.config.vocab_size,
-                "; give the model's own tokenizer");
+        const int64_t vocab_size = Tokenizer(tokenizer, o.tokenizer).vocab_size();
+        require(vocab_size <= config.vocab_size, o.tokenizer, " has ", vocab_size,
+                " tokens, but the model's vocabulary has ", config.vocab_size, "; give the model's own tokenizer");
     }
-    save_model_files(directory.path(), source.config, source.original_config, {source.directory});
     const auto stored_dtype = [&](const Param& p, const SourceTensor& tensor) {
         if (!o.dtype.empty()) return float_type(o.dtype);
         const DType dtype = source.weights.dtype(p, tensor);

@@ -3,15 +3,13 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "data/declared_tokens.h"
 #include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
 
 using nlohmann::json;
 
 namespace {
-
-constexpr const char* TOKEN_NAMES[] = {"bos_token", "eos_token", "unk_token", "pad_token",
-                                       "sep_token", "cls_token", "mask_token"};
 
 // `chat_template` as transformers reads it: text; or several templates by name, as an object or as a list of {"name",
 // "template"}, of which conversations use the one named default. Null if there is none.
@@ -55,11 +53,8 @@ ChatTemplate::Source ChatTemplate::read(const std::string& directory) {
     Source out;
     const std::string config_path = join_path(directory, "tokenizer_config.json");
     const json config = path_exists(config_path) ? json(read_json(config_path)) : json::object();
-    for (const char* name : TOKEN_NAMES) {
-        json token = config.is_object() ? config.value(name, json()) : json();
-        if (token.is_object()) token = token.value("content", json());
-        if (token.is_string()) out.special_tokens.emplace_back(name, jinja::Text(token.get<std::string>()));
-    }
+    for (const auto& [name, token] : read_declared_tokens(directory).named)
+        out.special_tokens.emplace_back(name, jinja::Text(token));
     out.path = join_path(directory, "chat_template.jinja");
     if (path_exists(out.path)) {
         out.text = read_file(out.path);
@@ -142,13 +137,17 @@ std::vector<int32_t> ChatTemplate::end_tokens(const Tokenizer& tokenizer) const 
         require(out.size() == 1, "the tokenizer has no token ", token,
                 ", which tokenizer_config.json names eos_token; the two files belong to different models");
     }
-    // The tokens that the template writes after the last byte of an assistant turn's content.
+    const int32_t turn = end_of_turn(tokenizer);
+    if (turn >= 0 && std::find(out.begin(), out.end(), turn) == out.end()) out.push_back(turn);
+    return out;
+}
+
+int32_t ChatTemplate::end_of_turn(const Tokenizer& tokenizer) const {
     const jinja::Text text = render({{"user", "x"}, {"assistant", "x"}}, false, local_time_now());
     const size_t last = text.marks.find_last_of(std::string{jinja::CONTENT, jinja::CONTENT | jinja::GENERATION});
     const std::vector<int32_t> ending =
         encode_from(text, last == std::string::npos ? text.size() : last + 1, tokenizer);
     const auto is_special = [&](int32_t id) { return tokenizer.is_special(id); };
     const auto found = std::find_if(ending.begin(), ending.end(), is_special);
-    if (found != ending.end() && std::find(out.begin(), out.end(), *found) == out.end()) out.push_back(*found);
-    return out;
+    return found == ending.end() ? -1 : *found;
 }

@@ -19,7 +19,7 @@ struct Message {
 class ChatTemplate {
   public:
     // The template of a model directory: chat_template.jinja, else `chat_template` in tokenizer_config.json (of several
-    // the one named default), with the special tokens (bos_token, …) that tokenizer_config.json names. Throws Error if
+    // the one named default), with the tokens (bos_token, …) that data/declared_tokens.h names. Throws Error if
     // there is none, or if its syntax is wrong.
     explicit ChatTemplate(const std::string& model_directory);
     static bool exists(const std::string& model_directory);
@@ -37,8 +37,9 @@ class ChatTemplate {
     // The tokens of what render() wrote.
     static std::vector<int32_t> encode(const jinja::Text& text, const Tokenizer& tokenizer);
 
-    // The tokens with which a model ends its turn: the first special token that the template writes after the content
-    // of an assistant turn, and eos_token. Empty if there are neither. Throws Error if eos_token is not a token.
+    // The first special token that the template writes after the content of an assistant turn; −1 if there is none.
+    int32_t end_of_turn(const Tokenizer& tokenizer) const;
+    // The tokens with which a model ends its turn: that one, and eos_token. Throws Error if eos_token is not a token.
     std::vector<int32_t> end_tokens(const Tokenizer& tokenizer) const;
 
     const std::string& file() const { return path; }

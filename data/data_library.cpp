@@ -137,6 +137,14 @@ TGD_API int tgd_has_chat_template(const tgd_encoder* encoder) {
     return encoder->chat_template.has_value();
 }
 
+TGD_API int32_t tgd_end_of_turn(const tgd_encoder* encoder) {
+    int32_t id = -1;  // also of a template that refuses such a conversation
+    guarded([&] {
+        if (encoder->chat_template) id = encoder->chat_template->end_of_turn(encoder->tokenizer);
+    });
+    return id;
+}
+
 TGD_API int tgd_encode(tgd_encoder* encoder, const char* text, const int64_t* sizes, const uint8_t* roles,
                        const int64_t* messages, int64_t records, int64_t* tokens, int64_t* lost, int64_t* failed) {
     return guarded([&] {

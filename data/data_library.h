@@ -28,6 +28,7 @@ const char* tgd_error(void);
 int64_t tgd_vocab_size(const tgd_encoder* encoder);  /* the largest id + 1 */
 int32_t tgd_end_of_text(const tgd_encoder* encoder); /* -1: the tokenizer has none */
 int tgd_has_chat_template(const tgd_encoder* encoder);
+int32_t tgd_end_of_turn(const tgd_encoder* encoder); /* the template's special token after an assistant turn, or -1 */
 
 /* Encodes `records` documents. messages[r]: how many messages document r has; roles and sizes (in bytes), one of each
  * message; text: the messages one after the other. Sets the number of tokens of each document, and how many of its

@@ -42,6 +42,7 @@ def load_library():
             ("tgd_open", pointer, ctypes.c_char_p, ctypes.c_char_p, i64), ("tgd_close", None, pointer),
             ("tgd_error", ctypes.c_char_p), ("tgd_vocab_size", i64, pointer),
             ("tgd_end_of_text", ctypes.c_int32, pointer), ("tgd_has_chat_template", ctypes.c_int, pointer),
+            ("tgd_end_of_turn", ctypes.c_int32, pointer),
             ("tgd_copy", ctypes.c_int, pointer, ctypes.c_int, pointer, pointer),
             ("tgd_encode", ctypes.c_int, pointer, pointer, pointer, pointer, pointer, i64, pointer, pointer,
              ctypes.POINTER(i64))):
@@ -63,6 +64,7 @@ class Encoder:
         self.vocab_size = self.library.tgd_vocab_size(self.handle)
         self.end_of_text = self.library.tgd_end_of_text(self.handle)
         self.has_chat_template = bool(self.library.tgd_has_chat_template(self.handle))
+        self.end_of_turn = self.library.tgd_end_of_turn(self.handle)
         self.width = 2 if self.vocab_size < 65536 else 4  # bytes of a token
 
     def __del__(self):

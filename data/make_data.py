@@ -165,8 +165,28 @@ def train_bpe(chunks, split, selection, vocab_size):
     return tokenizer.to_str(), {"bytes": size, "of": total}
 
 
+def tokenizer_path(given):
+    return os.path.join(given, "tokenizer.json") if os.path.isdir(given) else given
+
+
+def declaring_files(given):
+    """The files beside a tokenizer.json that declare special tokens (data/declared_tokens.h)."""
+    folder, name = os.path.split(tokenizer_path(given))
+    names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    paths = [os.path.join(folder, one) for one in names] if name == "tokenizer.json" else []
+    return [path for path in paths if os.path.exists(path)]
+
+
+def copy_declared_tokens(given, directory):
+    """A chat template stays behind: the text of the data need not be conversations."""
+    for path in declaring_files(given):
+        content = {key: value for key, value in json.loads(read_text(path)).items() if key != "chat_template"}
+        write_whole(os.path.join(directory, os.path.basename(path)),
+                    json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+
 def directory_tokenizer(path):
-    path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    path = tokenizer_path(path)
     if not os.path.isfile(path):
         raise DataError(f"--tokenizer {path}: no such file; give byte, bpe, gpt2 or a directory with a tokenizer.json")
     return read_text(path)
@@ -505,9 +525,8 @@ def encoder_arguments(options, made, unix_time):
     """The arguments of Encoder. made: the tokenizer.json that was made, if it was."""
     if options.tokenizer in ("byte", "bpe", "gpt2"):
         return made, None, unix_time
-    from_directory = os.path.isdir(options.tokenizer)
-    path = os.path.join(options.tokenizer, "tokenizer.json") if from_directory else options.tokenizer
-    return path, options.tokenizer if from_directory and options.chat_template else None, unix_time
+    template = options.tokenizer if os.path.isdir(options.tokenizer) and options.chat_template else None
+    return tokenizer_path(options.tokenizer), template, unix_time
 
 
 class Work:
@@ -544,8 +563,9 @@ def fingerprint_of(options, files):
     status = [(os.path.realpath(path), os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
     tokenizer = options.tokenizer
     if tokenizer not in ("byte", "bpe", "gpt2"):
-        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-        paths = [os.path.join(tokenizer, name) for name in names] if os.path.isdir(tokenizer) else [tokenizer]
+        paths = [tokenizer_path(tokenizer), *declaring_files(tokenizer)]
+        if os.path.isdir(tokenizer):
+            paths.append(os.path.join(tokenizer, "chat_template.jinja"))
         status += [(path, read_text(path)) for path in paths if os.path.exists(path)]
     return hashlib.sha256(json.dumps([settings, status, text_input.INPUT_CHUNK]).encode()).hexdigest()
 
@@ -639,7 +659,10 @@ def make(options, directory):
     encoder = open_encoder(*arguments)
     if encoder.end_of_text < 0:
         raise DataError(f"{options.tokenizer}: has no end-of-text token ({', '.join(END_OF_TEXT_NAMES)}), "
-                        "which must end each document")
+                        "which must end each document; name it as eos_token in tokenizer_config.json beside "
+                        "tokenizer.json")
+    if options.tokenizer not in ("byte", "bpe", "gpt2"):
+        copy_declared_tokens(options.tokenizer, directory)
 
     writers = [ShardWriter(os.path.join(directory, side), encoder.width, options.shard_tokens) for side in SIDES]
     totals = encode(chunks, jobs, (selection, split, *arguments), writers, work)
@@ -659,6 +682,8 @@ def make(options, directory):
             meta[side]["loss_tokens"] = writer.loss_tokens
     if "conversations" in totals.found:
         meta["chat_template"] = encoder.has_chat_template
+        if encoder.end_of_turn >= 0:
+            meta["end_of_turn"] = encoder.end_of_turn
     if work.state["sample"]:
         meta["vocabulary_sample"] = work.state["sample"]
     meta.update(lost_bytes=totals.sides[0]["lost"] + totals.sides[1]["lost"], left_out=totals.left_out,

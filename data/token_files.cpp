@@ -218,7 +218,9 @@ DataDirectory open_data(const std::string& path) {
     require(data.vocab_size == 0 || data.vocab_size == vocab_size, meta_path, ": vocab_size is ", vocab_size,
             " but tokenizer.json beside it has ", data.vocab_size,
             " tokens: the files were made with another tokenizer", REMEDY);
+    data.vocab_size = vocab_size;
     data.end_of_text = int32_t(meta.whole_number("end_of_text", 0, vocab_size - 1));
+    if (meta.has("end_of_turn")) data.end_of_turn = int32_t(meta.whole_number("end_of_turn", 0, vocab_size - 1));
     return data;
 }
 

@@ -53,8 +53,9 @@ class TokenFiles {
 // A data directory as `make data` writes it: train_*.bin, val_*.bin, tokenizer.json and meta.json (docs/use/data.md).
 struct DataDirectory {
     std::string path;
-    int64_t vocab_size = 0;                          // of tokenizer.json; 0 if there is none
+    int64_t vocab_size = 0;                          // of tokenizer.json, else of meta.json; 0: neither is there
     int32_t end_of_text = -1;                        // -1: unknown
+    int32_t end_of_turn = -1;                        // the special token after an assistant turn; -1: none, or unknown
     bool chat_template = false;                      // whether the tokenizer's chat template wrote the conversations
     int64_t train_bytes = 0, val_bytes = 0;          // bytes of text of each split; 0: unknown
     int64_t train_documents = 0, val_documents = 0;  // 0: unknown

@@ -11,6 +11,7 @@
 
 #include "data/added_tokens.h"
 #include "data/bpe.h"
+#include "data/declared_tokens.h"
 #include "data/splitter.h"
 #include "data/token_text.h"
 #include "data/tokenizer_settings.h"
@@ -79,6 +80,7 @@ struct Tokenizer::Impl {
     enum class InFront { Never, First, Always };           // Metaspace: where a space is prepended
 
     std::string file;
+    const ByteAlphabet alphabet;
     std::vector<std::string> bytes;                        // by id
     std::vector<bool> known;                               // by id
     std::vector<bool> special_ids;                         // by id; false beyond the end
@@ -90,6 +92,7 @@ struct Tokenizer::Impl {
     // As in the tokenizers package, the tokens with "normalized": false (verbatim) are matched first, in the original
     // text. The others (normalized) are matched in the rest, after normalization.
     AddedTokens verbatim, normalized;
+    json added = json::array();  // added_tokens, with those that the files beside the tokenizer.json declare
     int32_t end_of_text = -1;
     std::vector<int32_t> start_of_text;
 
@@ -116,13 +119,21 @@ struct Tokenizer::Impl {
         const std::string text = read_file(path, int64_t(1) << 30);
         const std::string fault = json_fault(text);
         require(fault.empty(), file, ": not a valid tokenizer.json: ", fault, "; the file is damaged");
+        const DeclaredTokens declared = declared_beside(path);
         try {
-            read(json::parse(text));
+            read(json::parse(text), declared);
         } catch (const json::exception& e) {
             const std::string text_of_library = e.what(), what = text_of_library.substr(text_of_library.find("] ") + 2);
             throw Error(str(file, ": not a valid tokenizer.json: ", what));  // without its "[json.exception.…] "
         }
         check_tokenizer_settings(path, {!start_of_text.empty(), add_prefix_space, !sentencepiece});
+    }
+
+    // A file of another name is not part of a model directory.
+    static DeclaredTokens declared_beside(const std::string& path) {
+        const size_t slash = path.rfind('/');
+        if (path.substr(slash + 1) != "tokenizer.json") return {};
+        return read_declared_tokens(slash == std::string::npos ? "." : path.substr(0, slash + 1));
     }
 
     template <typename... Parts>
@@ -132,14 +143,14 @@ struct Tokenizer::Impl {
                         "with SentencePiece BPE, as LLaMA-2 has"));
     }
 
-    void read(const json& root) {
+    void read(const json& root, const DeclaredTokens& declared) {
         require(root.is_object() && given(root, "model") && root["model"].is_object(), file,
                 ": not a tokenizer.json: it has no object 'model'");
         read_normalizer(root);
         read_pre_tokenizer(root);
         const Ids ids = read_vocab(root["model"]);
         read_merges(root["model"], ids);
-        read_added_tokens(root, ids);
+        read_added_tokens(root, declared, ids);
         read_post_processor(root);
     }
 
@@ -283,7 +294,6 @@ struct Tokenizer::Impl {
         const json& vocab = model.at("vocab");
         require(vocab.is_object() && !vocab.empty(), file, ": model.vocab must be an object that maps tokens to ids");
         id_end = int64_t(vocab.size()) + MAX_GAPS;
-        const ByteAlphabet alphabet;
         Ids ids;
         ids.reserve(vocab.size());
         for (const auto& [token, id] : vocab.items()) {
@@ -382,42 +392,47 @@ struct Tokenizer::Impl {
         return out += marks_spaces ? replace_all(text, " ", SPACE_MARK) : std::string(text);
     }
 
-    void read_added_tokens(const json& root, const Ids& ids) {
+    void read_added_tokens(const json& root, const DeclaredTokens& declared, const Ids& ids) {
+        if (given(root, "added_tokens")) added = root["added_tokens"];
+        require(added.is_array(), file, ": added_tokens must be a list");
+        added = declared.complete(std::move(added), ids, file);
+        id_end += int64_t(added.size());
         Ids all_ids = ids;
-        const ByteAlphabet alphabet;
-        if (given(root, "added_tokens")) {
-            id_end += int64_t(root["added_tokens"].size());
-            for (const json& token : root["added_tokens"]) {
-                const std::string content = token.at("content").get<std::string>();
-                const int64_t id = token.at("id").get<int64_t>();
-                require(!content.empty(), file, ": added_tokens: token ", id, " is empty");
-                const auto in_vocab = ids.find(content);
-                require(in_vocab == ids.end() || in_vocab->second == id, file, ": token '", printable(content),
-                        "' has the id ", in_vocab == ids.end() ? -1 : in_vocab->second, " in model.vocab but ", id,
-                        " in added_tokens");
-                const bool special = flag(token, "special", false), in_normalized = flag(token, "normalized", !special);
-                // A token that is matched in normalized text is normalized too, which may prepend a space.
-                const std::string written = in_normalized ? normalize(content) : content;
-                std::string text = sentencepiece ? replace_all(written, SPACE_MARK, " ") : written;
-                // As in the tokenizers package, decoding reads characters of the byte alphabet as bytes.
-                std::string token_bytes;
-                if (!sentencepiece && alphabet.bytes(written, token_bytes)) text = token_bytes;
-                if (in_vocab == ids.end())
-                    add_token(text, id);
-                else
-                    bytes[size_t(id)] = text;
-                all_ids[content] = int32_t(id);
-                special_ids.resize(std::max(special_ids.size(), size_t(id) + 1));
-                special_ids[size_t(id)] = special;
-                (in_normalized ? normalized : verbatim)
-                    .add({written, int32_t(id), special, flag(token, "single_word", false),
-                          flag(token, "lstrip", false), flag(token, "rstrip", false)});
-            }
-        }
-        for (const char* name : {"<|endoftext|>", "</s>", "<|end_of_text|>"}) {
+        for (const json& token : added) add_added_token(token, ids, all_ids);
+        const std::string end = declared.find("eos_token");
+        const std::vector<std::string> names =
+            end.empty() ? std::vector<std::string>{"<|endoftext|>", "</s>", "<|end_of_text|>"} : std::vector{end};
+        for (const std::string& name : names) {
             const auto found = all_ids.find(name);
             if (end_of_text < 0 && found != all_ids.end()) end_of_text = found->second;
         }
+    }
+
+    void add_added_token(const json& token, const Ids& ids, Ids& all_ids) {
+        const std::string content = token.at("content").get<std::string>();
+        const int64_t id = token.at("id").get<int64_t>();
+        require(!content.empty(), file, ": added_tokens: token ", id, " is empty");
+        const auto in_vocab = ids.find(content);
+        require(in_vocab == ids.end() || in_vocab->second == id, file, ": token '", printable(content),
+                "' has the id ", in_vocab == ids.end() ? -1 : in_vocab->second, " in model.vocab but ", id,
+                " in added_tokens");
+        const bool special = flag(token, "special", false), in_normalized = flag(token, "normalized", !special);
+        // A token that is matched in normalized text is normalized too, which may prepend a space.
+        const std::string written = in_normalized ? normalize(content) : content;
+        std::string text = sentencepiece ? replace_all(written, SPACE_MARK, " ") : written;
+        // As in the tokenizers package, decoding reads characters of the byte alphabet as bytes.
+        std::string token_bytes;
+        if (!sentencepiece && alphabet.bytes(written, token_bytes)) text = token_bytes;
+        if (in_vocab == ids.end())
+            add_token(text, id);
+        else
+            bytes[size_t(id)] = text;
+        all_ids[content] = int32_t(id);
+        special_ids.resize(std::max(special_ids.size(), size_t(id) + 1));
+        special_ids[size_t(id)] = special;
+        (in_normalized ? normalized : verbatim)
+            .add({written, int32_t(id), special, flag(token, "single_word", false), flag(token, "lstrip", false),
+                  flag(token, "rstrip", false)});
     }
 
     // Reads the special tokens that templates put before the text ("$A" in the template).
@@ -650,6 +665,12 @@ Tokenizer::Tokenizer(const std::string& tokenizer_json, const std::string& shown
     : impl(std::make_unique<Impl>(tokenizer_json, shown_as.empty() ? tokenizer_json : shown_as)) {}
 Tokenizer::~Tokenizer() = default;
 Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
+
+bool Tokenizer::same(const std::string& tokenizer_json, const std::string& other) {
+    if (read_file(tokenizer_json) != read_file(other)) return false;
+    if (Impl::declared_beside(tokenizer_json).tokens.empty() && Impl::declared_beside(other).tokens.empty()) return true;
+    return Tokenizer(tokenizer_json).impl->added == Tokenizer(other).impl->added;
+}
 
 std::vector<int32_t> Tokenizer::encode(std::string_view text, bool allow_special) const {
     Impl::Encoder encoder(*impl);

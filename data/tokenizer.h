@@ -24,9 +24,12 @@
 
 class Tokenizer {
   public:
+    // Of a file named tokenizer.json the tokens that files beside it declare (data/declared_tokens.h) are added.
     // shown_as: the name in errors if the file is temporary.
     explicit Tokenizer(const std::string& tokenizer_json, const std::string& shown_as = "");
     ~Tokenizer();
+    // Whether two files, with what is declared beside them, are the same tokenizer.
+    static bool same(const std::string& tokenizer_json, const std::string& other);
     Tokenizer(Tokenizer&&) noexcept;
 
     // Special tokens written out in the text ("<|endoftext|>") become their ids only if allow_special.
@@ -60,8 +63,9 @@ class Tokenizer {
     // Whether the tokenizer added the first token's leading space, so that it is not part of the text (SentencePiece).
     bool strips_first_space() const;
 
-    int64_t vocab_size() const;   // largest id + 1
-    int32_t end_of_text() const;  // id of <|endoftext|>, else of </s> or <|end_of_text|>; -1 if there is none
+    int64_t vocab_size() const;  // largest id + 1
+    // The declared eos_token. If none is declared, <|endoftext|>, else </s> or <|end_of_text|>; -1 if there is none.
+    int32_t end_of_text() const;
     // The tokens that start every text, from the file's post_processor: <s> for LLaMA, none for GPT-2.
     const std::vector<int32_t>& start_of_text() const;
 

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "data/chat_template.h"
 #include "data/mixture.h"
 #include "driver/fp8_state.h"
 #include "model.h"
@@ -136,12 +137,12 @@ void check_grad_rounding(const RunOptions& o, int64_t world, Device device) {
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) {
     if (source.directory.empty()) return;
     const std::string ours = join_path(source.directory, "tokenizer.json"), theirs = data.tokenizer_path();
-    require(theirs.empty() || !path_exists(ours) || read_file(ours) == read_file(theirs), data.path,
+    require(theirs.empty() || !path_exists(ours) || Tokenizer::same(ours, theirs), data.path,
             " was made with another tokenizer than that of ", source.directory,
             "; make the data with TOKENIZER=", source.directory);
     require(data.vocab_size <= source.config.vocab_size, data.path, " has a vocabulary of ", data.vocab_size,
             " tokens, but ", source.directory, " has one of ", source.config.vocab_size,
-            "; make the data with the model's tokenizer");
+            "; make the data with the model's tokenizer, whose files may declare no token beyond the model's");
 }
 
 namespace {
@@ -185,7 +186,7 @@ std::vector<TrainingData> open_training_data(const std::string& option) {
             data.val_files = std::make_unique<TokenFiles>(open_split(data.directory, false));
         const DataDirectory &first = all[0].directory, &own = data.directory;
         const std::string ours = first.tokenizer_path(), theirs = own.tokenizer_path();
-        const bool same_file = ours.empty() == theirs.empty() && (ours.empty() || read_file(ours) == read_file(theirs));
+        const bool same_file = ours.empty() == theirs.empty() && (ours.empty() || Tokenizer::same(ours, theirs));
         require(same_file && first.vocab_size == own.vocab_size && first.end_of_text == own.end_of_text,
                 "--data: ", own.path, " was made with another tokenizer than ", first.path,
                 "; make one of them again with TOKENIZER=", first.path);
@@ -363,6 +364,19 @@ SamplePrompts sample_prompts(const TrainSetup& s) {
                                s.source, s.o.seq_len);
 }
 
+// Data of an older version does not say which token ends a turn; the model's own template does.
+std::vector<int32_t> end_of_turn(const TrainSetup& s) {
+    std::vector<int32_t> ids;
+    for (const TrainingData& data : s.data) {
+        const DataDirectory& directory = data.directory;
+        int32_t id = directory.end_of_turn;
+        if (id < 0 && directory.chat_template && ChatTemplate::exists(s.source.directory))
+            id = ChatTemplate(s.source.directory).end_of_turn(Tokenizer(directory.tokenizer_path()));
+        if (id >= 0) ids.push_back(id);
+    }
+    return ids;
+}
+
 }  // namespace
 
 TrainSetup check_training(TrainOptions o, int64_t world) {
@@ -406,6 +420,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(s.o.new_data.empty() || !checkpoints.empty(), "--new-data: ", s.o.out,
             " has no checkpoint to go on from; start the run with --data");
     if (s.o.sample_every) s.sample_prompts = sample_prompts(s);
+    s.end_of_turn = end_of_turn(s);
     if (!checkpoints.empty()) {
         s.resume = read_resume_point(join_path(s.o.out, checkpoints.back()));
         check_unchanged(s);

@@ -36,6 +36,7 @@ struct TrainSetup {
     int64_t micro_steps = 1;
     SamplePrompts sample_prompts = {};  // with --sample-every
     std::string defaults = {};          // a line on the options that were chosen; "" for a run from scratch
+    std::vector<int32_t> end_of_turn = {};  // the tokens with which the model learns to end its turn in a conversation
 
     bool evaluates() const;  // whether there is a validation split or a question
     bool packs() const;      // whether a training split is packed

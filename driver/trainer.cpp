@@ -487,6 +487,7 @@ void Trainer::save(bool last) {
         else
             save_model_files(directory, model.config, setup.source.original_config,
                              {setup.source.directory, setup.tokenizer_data().path});
+        add_end_tokens(directory, setup.source, setup.end_of_turn);
         write_json(join_path(directory, "trainer.json"), trainer);
     };
     const TrainingArenas arenas = {model.trained().arenas, optimizer.m, optimizer.v};

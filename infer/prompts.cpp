@@ -1,12 +1,9 @@
 #include "infer/prompts.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 #include "runtime/error.h"
 #include "runtime/files/files.h"
-
-using nlohmann::json;
 
 int32_t start_token(const ModelConfig& config, const Tokenizer* tokenizer) {
     if (config.bos >= 0) return config.bos;
@@ -21,11 +18,7 @@ std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* toke
     std::vector<int32_t> ids;
     if (tokenizer && tokenizer->end_of_text() >= 0) ids.push_back(tokenizer->end_of_text());
     if (source.config.eos >= 0) ids.push_back(source.config.eos);
-    const std::string path = join_path(source.directory, "generation_config.json");
-    if (source.directory.empty() || !path_exists(path)) return ids;
-    const json eos = read_json(path).value("eos_token_id", json());
-    for (const json& id : eos.is_array() ? eos : json::array({eos}))
-        if (id.is_number_integer() && id >= 0 && id < source.config.vocab_size) ids.push_back(id.get<int32_t>());
+    for (const int32_t id : declared_end_tokens(source)) ids.push_back(id);
     return ids;
 }
 

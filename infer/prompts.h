@@ -16,8 +16,7 @@ int32_t start_token(const ModelConfig& config, const Tokenizer* tokenizer);
 // which no text of the training contained. tokenizer may be null.
 int64_t sampled_vocab(const ModelConfig& config, const Tokenizer* tokenizer);
 
-// The tokens that end a completion: end-of-text of the tokenizer and of the config, and those of
-// generation_config.json.
+// The tokens that end a completion: end-of-text of the tokenizer, and those of config.json and generation_config.json.
 std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* tokenizer);
 
 // Splits a file into prompts at lines of ---. The newline before such a line belongs to the line. If there are several

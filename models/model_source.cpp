@@ -1,5 +1,6 @@
 #include "models/model_source.h"
 
+#include <algorithm>
 #include <memory>
 #include <set>
 
@@ -33,7 +34,53 @@ AdjustValues adapter_of(const ModelSource& source, const ParamTable& table) {
     };
 }
 
+constexpr const char* GENERATION_CONFIG = "generation_config.json";
+
+void append_end_tokens(const json& object, int64_t vocab_size, std::vector<int32_t>& ids) {
+    const json eos = object.value("eos_token_id", json());
+    for (const json& id : eos.is_array() ? eos : json::array({eos})) {
+        const bool valid = id.is_number_integer() && id >= 0 && id < vocab_size;
+        if (valid && std::find(ids.begin(), ids.end(), id.get<int32_t>()) == ids.end())
+            ids.push_back(id.get<int32_t>());
+    }
+}
+
+// {} if there is none. An adapter that was trained on conversations has one of its own.
+json generation_config(const ModelSource& source) {
+    for (const std::string& directory : {source.adapter, source.directory}) {
+        const std::string path = join_path(directory, GENERATION_CONFIG);
+        if (!directory.empty() && path_exists(path)) return read_json(path);
+    }
+    return json::object();
+}
+
 }  // namespace
+
+std::vector<int32_t> declared_end_tokens(const ModelSource& source) {
+    std::vector<int32_t> ids;
+    append_end_tokens(source.original_config, source.config.vocab_size, ids);
+    append_end_tokens(generation_config(source), source.config.vocab_size, ids);
+    return ids;
+}
+
+void add_end_tokens(const std::string& directory, const ModelSource& source, const std::vector<int32_t>& ids) {
+    json object = generation_config(source);
+    if (object.empty()) {  // without the file transformers takes these keys from config.json
+        const ModelConfig& c = source.config;
+        object = {{"eos_token_id", source.original_config.value("eos_token_id", json(c.eos))}};
+        if (c.bos >= 0) object["bos_token_id"] = c.bos;
+        if (source.original_config.contains("pad_token_id")) object["pad_token_id"] = source.original_config["pad_token_id"];
+    }
+    std::vector<int32_t> all;
+    append_end_tokens(object, source.config.vocab_size, all);
+    const size_t before = all.size();
+    for (const int32_t id : ids)
+        if (std::find(all.begin(), all.end(), id) == all.end()) all.push_back(id);
+    const bool carried = source.adapter.empty();  // the base's file is in the directory already
+    if (all.empty() || (all.size() == before && carried)) return;
+    object["eos_token_id"] = all;
+    write_json(join_path(directory, GENERATION_CONFIG), object);
+}
 
 std::string find_adapter(const std::string& name) {
     if (LoraAdapter::is_adapter(name)) return name;
@@ -82,7 +129,7 @@ void save_model_files(const std::string& directory, const ModelConfig& config, c
                       const std::vector<std::string>& carry_from) {
     write_json(join_path(directory, "config.json"), config_to_json(config, original_config));
     const std::set<std::string> carried = {"tokenizer.json", "tokenizer_config.json", "generation_config.json",
-                                           "special_tokens_map.json"};
+                                           "special_tokens_map.json", "added_tokens.json"};
     for (const std::string& source : carry_from) {
         if (source.empty()) continue;
         for (const std::string& name : list_directory(source)) {

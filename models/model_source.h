@@ -31,8 +31,16 @@ std::string find_adapter(const std::string& name);
 std::string load_weights(const ModelSource& source, const ParamTable& table, const WeightArenas& arenas);
 WeightSource open_weight_source(const ModelSource& source, const ParamTable& table);
 
+// The tokens that end a text: eos_token_id, a number or a list, of config.json and of generation_config.json, an
+// adapter's included. Ids beyond the vocabulary are left out.
+std::vector<int32_t> declared_end_tokens(const ModelSource& source);
+
+// Makes generation_config.json in `directory`, a copy of the model's own, list these end tokens too: transformers and
+// `sample` stop at no others. If they are listed already, the file stays as it is.
+void add_end_tokens(const std::string& directory, const ModelSource& source, const std::vector<int32_t>& ids);
+
 // Writes the files of a model directory other than the weights: config.json, and tokenizer.json, tokenizer_config.json,
-// generation_config.json, special_tokens_map.json and chat_template.* copied from the `carry_from` directories (the
+// special_tokens_map.json, added_tokens.json, generation_config.json and chat_template.* copied from the `carry_from` directories (the
 // first that has a file wins; empty names are skipped).
 void save_model_files(const std::string& directory, const ModelConfig& config, const nlohmann::json& original_config,
                       const std::vector<std::string>& carry_from);

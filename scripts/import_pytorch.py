@@ -25,7 +25,8 @@ import hf_directory
 import tokenizer_json
 from hf_directory import ModelError
 
-CARRIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja")
+CARRIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json",
+           "added_tokens.json", "chat_template.jinja")
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "rope.freqs")
 LLAMA3_SPECIAL = (["<|begin_of_text|>", "<|end_of_text|>"] + [f"<|reserved_special_token_{i}|>" for i in range(4)]
