@@ -6,6 +6,8 @@ import sys
 
 import numpy as np
 
+from printable import printable
+
 DTYPES = {"fp32": ("F32", 4), "fp16": ("F16", 2), "bf16": ("BF16", 2)}
 
 
@@ -104,7 +106,7 @@ def main(program, run):
         print(f"{program}: {error}; .venv/bin/python -m pip install {error.name}", file=sys.stderr)
     except (ModelError, OSError, ValueError, KeyError) as error:
         text = str(error).splitlines()
-        print(f"{program}: {text[0] if text else type(error).__name__}", file=sys.stderr)
+        print(f"{program}: {printable(text[0]) if text else type(error).__name__}", file=sys.stderr)
     else:
         return 0
     return 1

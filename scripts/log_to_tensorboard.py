@@ -30,7 +30,7 @@ def export(run, folder, writer_class):
         for entry in sorted(training + validation, key=lambda e: e["step"]):
             time = end - 3600 * (last - entry["hours"])
             for key, value in entry.items():
-                if key in NOT_SCALARS or not isinstance(value, (int, float)):
+                if key in NOT_SCALARS or isinstance(value, bool) or not isinstance(value, (int, float)):
                     continue
                 writer.add_scalar(VALIDATION.get(key, f"train/{key}"), value, entry["step"], walltime=time)
 

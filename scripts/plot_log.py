@@ -104,8 +104,11 @@ def page(names, logs, x):
     """The text of an HTML page: the table, and a panel for each of LABELS that the logs have numbers for."""
     from plotly import graph_objects, subplots
 
-    keys = [key for key in LABELS if any(values(training, key)[0] for training, _ in logs)]
+    keys = [key for key in LABELS if any(values(training, key)[0] for training, _ in logs) or
+            key == "loss" and any(values(validation, "val_loss")[0] for _, validation in logs)]
     keys += [key for key in SCORES if any(values(validation, key)[0] for _, validation in logs)]
+    if not keys:
+        raise LogError("the logs hold no number to draw; train some steps first")
     figure = subplots.make_subplots(rows=len(keys), shared_xaxes=True, vertical_spacing=0.2 / len(keys))
     for row, key in enumerate(keys, 1):
         for index, (name, (training, validation)) in enumerate(zip(names, logs)):
