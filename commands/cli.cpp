@@ -495,13 +495,15 @@ void add_sampling_flags(CLI::App& app, SamplingFlags& o) {
     app.add_option("--seed", o.seed, "seed of the random numbers")->check(at_least(0))->capture_default_str();
 }
 
-void add_context_options(CLI::App& app, int64_t& context, bool& slide, const std::string& default_context) {
+void add_context_options(CLI::App& app, int64_t& context, ContextPolicy& policy, const std::string& default_context) {
     app.add_option("--context", context,
                    "context limit: tokens of prompt and completion in the KV cache; default: " + default_context)
         ->check(at_least(2));
     app.add_option_function<std::string>(
-           "--context-full", [&slide](const std::string& what) { slide = what == "slide"; },
-           "at the context limit: slide: keep the later half of the tokens and go on; stop: end the completion")
+           "--context-full",
+           [&policy](const std::string& what) { policy.slide = policy.cut_prompts = what == "slide"; },
+           "at the context limit: slide: keep the later half of the tokens and go on; stop: end the completion. A "
+           "prompt longer than the context is an error, unless slide is given")
         ->check(CLI::IsMember({"slide", "stop"}))
         ->default_str("slide");
 }
