@@ -32,7 +32,9 @@ SampleOptions parse_sample(const Args& args) {
     add_model_options(app, o.model);
     auto* prompt =
         app.add_option("--prompt", o.prompt, "text to complete; empty: start from the beginning-of-text token");
-    app.add_option("--prompt-file", o.prompt_file, "file with one prompt, or with several separated by lines of ---; its last newline is not part of a prompt")
+    app.add_option(
+           "--prompt-file", o.prompt_file,
+           "file with one prompt, or with several separated by lines of ---; its last newline is not part of a prompt")
         ->excludes(prompt);
     app.add_option("--max-tokens", o.max_tokens, "maximum length of a completion in tokens")
         ->check(at_least(1))

@@ -21,7 +21,8 @@ bool read_line(std::istream& in, std::string& line) {
     line.clear();
     for (int c; (c = in.get()) != std::istream::traits_type::eof();) {
         if (c == '\n') return true;
-        require(line.size() < MOST, "the input has a line of more than ", MOST, " bytes; a user turn is one line of text");
+        require(line.size() < MOST, "the input has a line of more than ", MOST,
+                " bytes; a user turn is one line of text");
         line += static_cast<char>(c);
     }
     return !line.empty();

@@ -76,7 +76,8 @@ struct Request {
 
 struct GenerateStatistics {
     int64_t prompt_tokens = 0, completion_tokens = 0;
-    int64_t decode_tokens = 0;  // that decode steps sampled: prefill samples the first one, an end token is in no completion
+    int64_t decode_tokens =
+        0;  // that decode steps sampled: prefill samples the first one, an end token is in no completion
     int64_t steps = 0, step_sequences = 0, step_bytes = 0;  // decode steps; sequences and bytes summed over them
     double prefill_seconds = 0, decode_seconds = 0;
 

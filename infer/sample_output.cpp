@@ -51,11 +51,11 @@ std::string statistics_text(const GenerateStatistics& s, double read_bandwidth) 
     std::string lines = text;
     if (s.steps == 0) return lines;
     const double rate = double(s.decode_tokens) / s.decode_seconds, bytes = double(s.step_bytes) / s.decode_seconds;
-    std::snprintf(
-        text, sizeof text,
-        "completion: %s tokens, %s of them by decode steps in %.3f s, %.1f tokens/s, %.1f for each sequence, weights and cache read at %.1f GB/s",
-        with_commas(s.completion_tokens).c_str(), with_commas(s.decode_tokens).c_str(), s.decode_seconds, rate,
-        rate * double(s.steps) / double(s.step_sequences), bytes / 1e9);
+    std::snprintf(text, sizeof text,
+                  "completion: %s tokens, %s of them by decode steps in %.3f s, %.1f tokens/s, %.1f for each sequence, "
+                  "weights and cache read at %.1f GB/s",
+                  with_commas(s.completion_tokens).c_str(), with_commas(s.decode_tokens).c_str(), s.decode_seconds,
+                  rate, rate * double(s.steps) / double(s.step_sequences), bytes / 1e9);
     lines += text;
     if (read_bandwidth > 0) {
         std::snprintf(text, sizeof text, ", %.0f%% of the %.1f GB/s measured", 100 * bytes / read_bandwidth,

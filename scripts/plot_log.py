@@ -20,6 +20,7 @@ import statistics
 import sys
 
 from plot_main import plot_main
+from printable import printable
 from run_log import LogError, log_path, read_log, run_name, smoothed, smoothing_weight, values
 
 LABELS = {"loss": "loss (nats per token)", "lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second",
@@ -150,7 +151,7 @@ def main():
     parser.add_argument("--names", nargs="+", metavar="NAME", help="one for each run (default: its directory)")
     parser.add_argument("--top", type=float, metavar="LOSS", help="the upper end of the loss's axis in the picture")
     args = parser.parse_args()
-    names = args.names or [run_name(run) for run in args.runs]
+    names = [printable(name) for name in args.names or map(run_name, args.runs)]
     if len(names) != len(args.runs):
         parser.error(f"--names has {len(names)} names for {len(args.runs)} runs; give one for each")
     output = args.output or os.path.join(os.path.dirname(log_path(args.runs[0])), "loss.png")

@@ -16,7 +16,7 @@ def plot_main(name, output, draw, input_error):
         print(f"{name}: no plot drawn, because matplotlib is not here (make venv installs it).", file=sys.stderr)
         return 3
     except (OSError, ValueError) as error:
-        print(f"{name}: {output}: cannot be written ({error})", file=sys.stderr)
+        print(printable(f"{name}: {output}: cannot be written ({error})"), file=sys.stderr)
         return 1
-    print(output)
+    print(printable(output))
     return 0

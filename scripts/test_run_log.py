@@ -89,6 +89,20 @@ class InvalidLogTest(RunLogTest):
             with self.subTest(script):
                 self.expect_fault(script, os.path.join(self.top, "huge"), "line 4 has 16 MiB or more")
 
+    def test_names_do_not_reach_the_terminal_as_they_are(self):
+        name = "\x1b]0;title\x07\x9b31m\nforged"
+        for script in self.scripts():
+            with self.subTest(script):
+                run = self.write_run(script + name, [], torn="x\n")
+                self.expect_fault(script, run, "not a log line")
+                with open(os.path.join(run, "log.jsonl"), "w", encoding="utf-8") as log:
+                    log.writelines(json.dumps(line) + "\n" for line in STEPS)
+                done = self.run_script(script, run)
+                self.assertEqual((done.returncode, done.stderr), (0, ""))
+                self.assertNotRegex(done.stdout, "[\x00-\x09\x0b-\x1f\x7f-\x9f]|\nforged")
+        from printable import printable
+        self.assertEqual(printable("a\x1b[1m\n\x7f\x9b\u00e9"), "a\\x1b[1m\\x0a\\x7f\\x9b\u00e9")
+
     def test_lines_with_fewer_keys(self):
         few = self.write_run("few", [{"step": 1, "loss": 2.5, "ms": 10.0}, {"step": 2, "loss": None, "lr": None, "ms": None}])
         validation = self.write_run("validation", EVALUATIONS)

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 
+from printable import printable
 from run_log import LogError, RunLog, open_regular, run_name, smoothed, smoothing_weight, values
 
 RECENT = 50       # steps that rates are the median of
@@ -105,11 +106,11 @@ def panel(run, log, width):
         log.update()
     except LogError as error:
         log.clear()  # it may be whole at the next look
-        return Panel(Text(str(error), style="red"), title=run_name(run), width=width)
+        return Panel(Text(str(error), style="red"), title=Text(printable(run_name(run))), width=width)
     if not log.training:
         _, scores = values(log.validation, "val_loss")
         text = f"no training step yet, val_loss {scores[-1]:.4f}" if scores else "no step yet"
-        return Panel(Text(text), title=run_name(run), width=width)
+        return Panel(Text(text), title=Text(printable(run_name(run))), width=width)
     steps, inside = total_steps(run), max(1, width - 4)
     table = Table.grid(padding=(0, 2))
     for name, text in facts(log, steps, time.time()):
@@ -123,7 +124,7 @@ def panel(run, log, width):
         curve = smoothed(losses, smoothing_weight(len(losses)))
         parts += [Text(f"loss {curve[0]:.3f} → {curve[-1]:.3f}", style="dim")]
         parts += [Text(line, style="cyan", no_wrap=True) for line in chart(curve, inside)]
-    return Panel(Group(*parts), title=run_name(run), width=width)
+    return Panel(Group(*parts), title=Text(printable(run_name(run))), width=width)
 
 
 def screen(runs, logs, console):
@@ -154,7 +155,7 @@ def main():
     console, logs = Console(), [RunLog(run) for run in args.runs]
     missing = [log.path for log in logs if not os.path.exists(log.path)]
     if missing:
-        print(f"watch: {missing[0]}: no such file; give a run directory that holds log.jsonl", file=sys.stderr)
+        print(printable(f"watch: {missing[0]}: no such file; give a run directory that holds log.jsonl"), file=sys.stderr)
         return 1
     if args.once or not console.is_terminal:
         console.print(screen(args.runs, logs, console))

@@ -169,7 +169,8 @@ TEST(SampleOutput, StatisticsAddUp) {
     s.decode_seconds = 2;
     EXPECT_EQ(statistics_text(s, 8e9),
               "prompt: 100 tokens in 0.500 s, 200 tokens/s\ncompletion: 63 tokens, 60 of them by decode steps in "
-              "2.000 s, 30.0 tokens/s, 10.0 for each sequence, weights and cache read at 2.0 GB/s, 25% of the 8.0 GB/s measured\n");
+              "2.000 s, 30.0 tokens/s, 10.0 for each sequence, weights and cache read at 2.0 GB/s, 25% of the 8.0 GB/s "
+              "measured\n");
 }
 
 }  // namespace
