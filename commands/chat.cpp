@@ -19,7 +19,7 @@ struct ChatCommandOptions {
     std::string system;
     bool system_given = false;  // else the template's own system message
     int64_t max_tokens = 1024, context = 0;
-    bool slide = true;
+    ContextPolicy policy;
 };
 
 ChatCommandOptions parse_chat(const Args& args) {
@@ -40,7 +40,7 @@ ChatCommandOptions parse_chat(const Args& args) {
     app.add_option("--max-tokens", o.max_tokens, "maximum length of a response in tokens")
         ->check(at_least(1))
         ->capture_default_str();
-    add_context_options(app, o.context, o.slide, "the length that the model was trained for, at most 4096");
+    add_context_options(app, o.context, o.policy, "the length that the model was trained for, at most 4096");
     add_sampling_flags(app, o.sampling);
     parse(app, args);
     return o;
@@ -67,7 +67,7 @@ void run_chat(const Args& args) {
     options.response.max_tokens = o.max_tokens;
     options.response.eos = end_tokens(source, &tokenizer);
     for (const int32_t token : chat_template.end_tokens(tokenizer)) options.response.eos.push_back(token);
-    options.slide = o.slide;
+    options.policy = o.policy;
     std::cerr << source.name << ", " << chat_template.file() << ", a context of " << engine_options.context
               << " tokens; /reset starts a new conversation, /exit quits, Ctrl-C stops a response\n";
     const GenerateStatistics statistics = chat(m.engine, tokenizer, chat_template, options, std::cin, std::cout,

@@ -94,8 +94,6 @@ std::string parse_error(const CLI::App& app, const CLI::ParseError& e) {
     if (e.get_name() == "ArgumentMismatch" && contains(" missing")) return option + ": the value is missing";
     if (e.get_name() == "ArgumentMismatch" && contains("At Most"))
         return str(option, ": ", last_word, " values; give one");
-    if (e.get_name() == "FileError")
-        return str("--config: ", message.substr(0, message.find(' ')), " cannot be read; check the path");
     if (e.get_name() == "ConfigError" && contains("not able to parse"))
         return str("--config: unknown option ", last_word, did_you_mean(closest(last_word, long_names(app)), ""));
     const size_t not_in = message.find(" not in {");
@@ -494,13 +492,15 @@ void add_sampling_flags(CLI::App& app, SamplingFlags& o) {
     app.add_option("--seed", o.seed, "seed of the random numbers")->check(at_least(0))->capture_default_str();
 }
 
-void add_context_options(CLI::App& app, int64_t& context, bool& slide, const std::string& default_context) {
+void add_context_options(CLI::App& app, int64_t& context, ContextPolicy& policy, const std::string& default_context) {
     app.add_option("--context", context,
                    "context limit: tokens of prompt and completion in the KV cache; default: " + default_context)
         ->check(at_least(2));
     app.add_option_function<std::string>(
-           "--context-full", [&slide](const std::string& what) { slide = what == "slide"; },
-           "at the context limit: slide: keep the later half of the tokens and go on; stop: end the completion")
+           "--context-full",
+           [&policy](const std::string& what) { policy.slide = policy.cut_prompts = what == "slide"; },
+           "at the context limit: slide: keep the later half of the tokens and go on; stop: end the completion. A "
+           "prompt longer than the context is an error, unless slide is given")
         ->check(CLI::IsMember({"slide", "stop"}))
         ->default_str("slide");
 }

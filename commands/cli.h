@@ -5,6 +5,7 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include "commands/commands.h"
+#include "infer/generate.h"
 #include "kernels/generation/sampling.h"
 #include "runtime/device/target.h"
 
@@ -35,7 +36,7 @@ void add_model_options(CLI::App& app, ModelOptions& options, bool training = fal
 void add_sampling_flags(CLI::App& app, SamplingFlags& options);
 SamplingOptions sampling_options(const SamplingFlags& flags);
 // --context and --context-full. default_context: help text for the default of --context.
-void add_context_options(CLI::App& app, int64_t& context, bool& slide, const std::string& default_context);
+void add_context_options(CLI::App& app, int64_t& context, ContextPolicy& policy, const std::string& default_context);
 // --gpus, --rendezvous and --comm-timeout. They belong to the launch, not to the run, so run.toml does not hold them.
 void add_launch_options(CLI::App& app, LaunchOptions& options);
 // --zero-stage, --reduce-dtype and --reduce-bucket-mib.

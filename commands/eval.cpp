@@ -74,6 +74,8 @@ void run_multiple_choice(const EvalOptions& o) {
         for (const Choice& c : choices) T = std::max(T, int64_t(c.tokens.size() + tokenizer.start_of_text().size()));
         if (source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
     }
+    const std::string cut = cut_choices_note(choices, tokenizer.start_of_text().size(), T);
+    if (!cut.empty()) std::cerr << "train_gpt: eval: " << cut << "\n";
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
     nlohmann::ordered_json result;
     for (const auto& [name, value] : answer_questions(ctx, m.model, m.acts, questions, choices, tokenizer)) {

@@ -1,4 +1,5 @@
 // `info`: what a model, a run, a tokenizer or a token file contains, or the build, on stdout.
+#include <algorithm>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
@@ -14,6 +15,7 @@
 #include "models/family.h"
 #include "models/lora_adapter.h"
 #include "runtime/communication/comm.h"
+#include "runtime/console.h"
 #include "runtime/device/device.h"
 #include "runtime/files/files.h"
 #include "runtime/files/log.h"
@@ -169,12 +171,19 @@ ordered_json model_info(const std::string& path) {
     return info;
 }
 
+// A name from a file, on one line.
+std::string shown(std::string text) {
+    std::replace(text.begin(), text.end(), '\n', ' ');
+    return ControlEscaper()(text);
+}
+
 void print(const ordered_json& value, const std::string& prefix) {
     for (const auto& [key, part] : value.items()) {
         if (part.is_object())
             print(part, prefix + key + ".");
         else
-            std::cout << prefix << key << " " << (part.is_string() ? part.get<std::string>() : part.dump()) << "\n";
+            std::cout << shown(prefix + key) << " " << shown(part.is_string() ? part.get<std::string>() : part.dump())
+                      << "\n";
     }
 }
 

@@ -17,11 +17,11 @@ struct SampleOptions {
     ModelOptions model;
     SamplingFlags sampling;
     std::string prompt, prompt_file;
-    int64_t max_tokens = 256, num_samples = 1, batch_size = 64, keep_tokens = 0;
+    int64_t max_tokens = 256, num_samples = 1, batch_size = 64;
     int64_t context = 0;  // 0: the longest prompt with its completion, at most the rows of the position table
     std::vector<std::string> stop;
-    bool slide = true, ignore_eos = false, logprobs = false, batch_invariant = false, random_weights = false,
-         json = false;
+    ContextPolicy policy;
+    bool ignore_eos = false, logprobs = false, batch_invariant = false, random_weights = false, json = false;
 };
 
 SampleOptions parse_sample(const Args& args) {
@@ -32,7 +32,9 @@ SampleOptions parse_sample(const Args& args) {
     add_model_options(app, o.model);
     auto* prompt =
         app.add_option("--prompt", o.prompt, "text to complete; empty: start from the beginning-of-text token");
-    app.add_option("--prompt-file", o.prompt_file, "file with one prompt, or with several separated by lines of ---")
+    app.add_option(
+           "--prompt-file", o.prompt_file,
+           "file with one prompt, or with several separated by lines of ---; its last newline is not part of a prompt")
         ->excludes(prompt);
     app.add_option("--max-tokens", o.max_tokens, "maximum length of a completion in tokens")
         ->check(at_least(1))
@@ -42,8 +44,9 @@ SampleOptions parse_sample(const Args& args) {
     app.add_option("--batch-size", o.batch_size, "maximum number of sequences that generate at the same time")
         ->check(at_least(1))
         ->capture_default_str();
-    add_context_options(app, o.context, o.slide, "as many as needed, at most the rows of the position table");
-    app.add_option("--keep-tokens", o.keep_tokens, "tokens of the beginning that stay when the context window slides")
+    add_context_options(app, o.context, o.policy, "as many as needed, at most the rows of the position table");
+    app.add_option("--keep-tokens", o.policy.keep_tokens,
+                   "tokens of the beginning that stay when the context window slides")
         ->check(at_least(0))
         ->capture_default_str();
     app.add_option("--stop", o.stop, "end a completion before this string; may be given several times")
@@ -74,7 +77,7 @@ void run_sample(const Args& args) {
     if (has_tokenizer) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
 
     SampleJob job;
-    job.prompts = o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : split_prompts(read_file(o.prompt_file));
+    job.prompts = o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : read_prompts(o.prompt_file);
     // Each has a state of its own while the program runs, so a number without a limit would use up the memory.
     constexpr int64_t MOST = 1000000;
     require(o.num_samples <= MOST / int64_t(job.prompts.size()), "--num-samples ", o.num_samples, " for ",
@@ -92,6 +95,8 @@ void run_sample(const Args& args) {
     engine_options.context = o.context ? o.context : longest + o.max_tokens;
     if (!o.context && source.config.positions == Positions::Learned)
         engine_options.context = std::min(engine_options.context, source.config.max_positions);
+    job.policy = o.policy;
+    job.policy.check(engine_options.context, longest);
     engine_options.dtype = o.model.type();
     engine_options.sampling = sampling_options(o.sampling);
     engine_options.sampled_vocab = sampled_vocab(source.config, tokenizer.get());
@@ -103,7 +108,6 @@ void run_sample(const Args& args) {
     job.completion.max_tokens = o.max_tokens;
     job.completion.stop = o.stop;
     if (!o.ignore_eos) job.completion.eos = end_tokens(source, tokenizer.get());
-    job.policy = {o.slide, o.keep_tokens};
     job.json = o.json;
     sample(
         m.engine, job, tokenizer.get(), [&] { return measured_read_bandwidth(ctx.stream); }, std::cout, std::cerr);

@@ -57,7 +57,7 @@ ChatTemplate::Source ChatTemplate::read(const std::string& directory) {
         out.special_tokens.emplace_back(name, jinja::Text(token));
     out.path = join_path(directory, "chat_template.jinja");
     if (path_exists(out.path)) {
-        out.text = read_file(out.path);
+        out.text = read_file(out.path, int64_t(1) << 24);
         return out;
     }
     const json found = default_template(config, config_path);

@@ -3,6 +3,7 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import sys
 
 
@@ -38,6 +39,11 @@ def import_package(name, purpose, remedy):
         raise DataError(f"{purpose} needs the Python package {name}, which is missing: {remedy}") from None
 
 
+def printable(text):
+    """The text with control characters written as \\x1b: a name that comes from a file may hold what a terminal obeys."""
+    return re.sub("[\x00-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found.group()):02x}", text)
+
+
 def first_line(error):
     return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -49,7 +55,7 @@ def one_line(error, path=None):
     if isinstance(error, OSError):
         message, path = error.strerror or message, path or error.filename
         remedy = f"; {REMEDIES[error.errno]}" if error.errno in REMEDIES else ""
-    return (f"{os.fsdecode(path)}: " if path else "") + message + remedy
+    return printable((f"{os.fsdecode(path)}: " if path else "") + message + remedy)
 
 
 def run_main(program, work, interrupted="interrupted"):

@@ -11,7 +11,7 @@
 using nlohmann::json;
 
 std::vector<Question> read_questions(const std::string& path) {
-    const std::string text = read_file(path);
+    const std::string text = read_file(path, int64_t(1) << 30);
     std::vector<Question> questions;
     int64_t number = 0;
     for (size_t begin = 0; begin < text.size();) {
@@ -76,6 +76,16 @@ std::vector<Choice> make_choices(const std::vector<Question>& questions, const T
         }
     }
     return choices;
+}
+
+std::string cut_choices_note(const std::vector<Choice>& choices, size_t start, int64_t T) {
+    const auto cut = std::count_if(choices.begin(), choices.end(), [&](const Choice& c) {
+        const size_t before = start == 0 && c.first == 0 ? 1 : start;
+        return int64_t(before + c.tokens.size()) - 1 > T;
+    });
+    return cut ? str(cut, " of ", choices.size(), " endings with their contexts are longer than --seq-len ", T,
+                     " and lose their beginning; raise --seq-len")
+               : "";
 }
 
 std::vector<EndingScore> score_choices(const std::vector<Choice>& choices, const ChoiceScorer& scorer) {

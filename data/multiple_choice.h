@@ -54,6 +54,8 @@ struct ChoiceScorer {
 struct EndingScore {
     double nats = 0, missed = 0;
 };
+// A note for the user on the choices that are cut; "" if there are none. start: how many tokens the tokenizer prepends.
+std::string cut_choices_note(const std::vector<Choice>& choices, size_t start, int64_t T);
 // Packs the choices into as few passes as possible.
 std::vector<EndingScore> score_choices(const std::vector<Choice>& choices, const ChoiceScorer& scorer);
 

@@ -26,7 +26,7 @@ std::string matmul_cache_path() {
 void load_matmul_cache(Stream stream) {
     const std::string path = matmul_cache_path();
     try {
-        if (!path.empty() && path_exists(path)) matmul_use_choices(read_file(path), stream);
+        if (!path.empty() && path_exists(path)) matmul_use_choices(read_file(path, int64_t(1) << 24), stream);
     } catch (const Error&) {
     }
 }

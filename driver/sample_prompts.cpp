@@ -24,8 +24,7 @@ SamplePrompts read_sample_prompts(const std::string& path, const DataDirectory& 
         chat = std::make_unique<ChatTemplate>(source.directory);
         for (const int32_t id : chat->end_tokens(tokenizer)) result.completion.eos.push_back(id);
     }
-    for (std::string& text : split_prompts(read_file(path))) {
-        if (chat && !text.empty() && text.back() == '\n') text.pop_back();  // the end of the file's last line
+    for (std::string& text : read_prompts(path)) {
         std::vector<int32_t> tokens = chat ? chat->tokens({{"user", text}}, true, local_time_now(), tokenizer)
                                            : prompt_tokens(text, source, &tokenizer);
         require(int64_t(tokens.size()) <= seq_len, "--sample-prompts: prompt ", result.prompts.size() + 1, " of ", path,

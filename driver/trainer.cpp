@@ -100,6 +100,8 @@ void Trainer::print_setup(const MemoryPlan& plan) const {
     if (model.adapters)
         print(str("LoRA adapters of ", model.lora->options.description(), ": ",
                   with_commas(model.adapters->table.num_weights()), " weights are trained\n"));
+    const std::string cut = cut_choices_note(choices, tokenizer ? tokenizer->start_of_text().size() : 0, acts.shape.T);
+    if (!cut.empty()) print(str("--eval-multiple-choice: ", cut, "\n"));
 }
 
 // MFU's denominator: the data sheet's peak, or a measured matmul where the device is unknown. The measurement allocates

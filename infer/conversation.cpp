@@ -15,6 +15,19 @@ std::vector<Message> opening(const std::optional<std::string>& system) {
     return system ? std::vector<Message>{{"system", *system}} : std::vector<Message>();
 }
 
+// std::getline() of a line that may have no end.
+bool read_line(std::istream& in, std::string& line) {
+    constexpr size_t MOST = 1 << 20;
+    line.clear();
+    for (int c; (c = in.get()) != std::istream::traits_type::eof();) {
+        if (c == '\n') return true;
+        require(line.size() < MOST, "the input has a line of more than ", MOST,
+                " bytes; a user turn is one line of text");
+        line += static_cast<char>(c);
+    }
+    return !line.empty();
+}
+
 // The messages so far, and their tokens.
 class Conversation {
   public:
@@ -63,18 +76,33 @@ class Conversation {
     std::tm date = {};
 };
 
-// The next prompt. If it fills the context, the oldest turns are dropped until it takes half of it.
-std::vector<int32_t> fitting_prompt(Conversation& conversation, int64_t context, bool slide) {
+// The next prompt. If it fills the context, the oldest turns are dropped until it takes half of it, or all turns but
+// this one if the context does not slide. Tells so on `out`. Throws Error for a turn that does not fit by itself.
+std::vector<int32_t> fitting_prompt(Conversation& conversation, int64_t context, const ContextPolicy& policy,
+                                    std::ostream& out) {
     std::vector<int32_t> tokens = conversation.prompt();
-    if (!slide || int64_t(tokens.size()) < context) return tokens;
+    const auto size = [&] { return int64_t(tokens.size()); };
+    const int64_t whole = size(), goal = policy.slide ? context / 2 : 0;
+    const int64_t most = policy.slide ? context : context - 1;  // a slide makes room for the response
+    if (whole < context) return tokens;
     // The fewest turns whose absence is enough, by bisection: each attempt renders the whole conversation.
-    size_t too_few = 0, enough = conversation.older_turns();
-    while (enough > too_few + 1) {
-        const size_t middle = (too_few + enough) / 2;
-        (int64_t(conversation.prompt_without(middle).size()) > context / 2 ? too_few : enough) = middle;
+    size_t too_few = 0, dropped = conversation.older_turns();
+    while (goal > 0 && dropped > too_few + 1) {
+        const size_t middle = (too_few + dropped) / 2;
+        (int64_t(conversation.prompt_without(middle).size()) > goal ? too_few : dropped) = middle;
     }
-    conversation.drop_oldest(enough);
-    return conversation.prompt();
+    tokens = conversation.prompt_without(dropped);
+    require(size() <= most || policy.cut_prompts, "this turn needs a prompt of ", size(),
+            " tokens and was left out, because the context has ", context, "; shorten it or raise --context");
+    conversation.drop_oldest(dropped);
+    if (dropped && policy.slide)
+        out << "(the context is full: " << whole << " tokens do not fit into " << context << "; the oldest "
+            << (dropped == 1 ? "turn is" : str(dropped, " turns are")) << " dropped)\n";
+    if (dropped && !policy.slide)
+        out << "(the context is full: " << whole << " tokens do not fit into " << context
+            << "; the conversation starts again with this turn)\n";
+    if (size() > context) out << "(" << policy.cut_note(context, size()) << ")\n";
+    return tokens;
 }
 
 }  // namespace
@@ -89,15 +117,17 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
                         const ChatOptions& options, std::istream& in, std::ostream& out,
                         const ChatCallbacks& callbacks) {
     GenerateStatistics sum;
+    ContextPolicy policy = options.policy;
     Conversation conversation(chat_template, tokenizer, options.system);
     const int64_t start = conversation.start_tokens(), context = engine.options.context;
-    require(!options.slide || start <= context - 2, "a context of ", context, " tokens has no room for the ", start,
+    policy.keep_tokens = start;
+    require(!policy.slide || start <= context - 2, "a context of ", context, " tokens has no room for the ", start,
             " that start every conversation; raise --context to at least ", start + 2);
     std::vector<int32_t> cached;  // the tokens that the KV cache holds
     int64_t turn = 0;
     for (std::string line;;) {
         if (options.prompts) out << "> " << std::flush;
-        if (!std::getline(in, line)) {
+        if (!read_line(in, line)) {
             if (options.prompts) out << "\n";
             break;
         }
@@ -107,21 +137,13 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
         if (line == "/reset" || line.find_first_not_of(" \t\r") == std::string::npos) continue;
         const std::string lost = lost_bytes_note(line, tokenizer);
         if (!lost.empty()) out << "(" << lost << ")\n";
-        const auto start_again = [&] {
-            out << "(the context is full; the conversation starts again)\n";
-            conversation.reset();
-        };
         conversation.add("user", line);
         std::vector<int32_t> tokens;
         try {
-            tokens = fitting_prompt(conversation, context, options.slide);
+            tokens = fitting_prompt(conversation, context, policy, out);
         } catch (const Error& e) {  // the conversation is worth more than this turn
             out << "(" << e.what() << ")\n";
             conversation.drop_last();
-            continue;
-        }
-        if (!options.slide && int64_t(tokens.size()) >= context) {
-            start_again();
             continue;
         }
 
@@ -129,17 +151,19 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
         const int64_t kept = common_tokens(cached, tokens);
         std::vector<Request> requests{{std::move(tokens), kept, turn++, &response, {}}};
         callbacks.begin_response();
-        const GenerateStatistics s = generate(engine, requests, {options.slide, start}, callbacks.interrupted);
+        const GenerateStatistics s = generate(engine, requests, policy, callbacks.interrupted);
         callbacks.end_response();
         out << "\n" << std::flush;
         sum.add(s);
         cached = requests[0].context;
         if (requests[0].end >= 0) cached.push_back(requests[0].end);
         if (int64_t(cached.size()) > engine.length(0)) cached.resize(size_t(engine.length(0)));
-        if (response.finish() == std::string("context"))
-            start_again();
-        else
+        if (response.finish() == std::string("context")) {
+            out << "(the context of " << context << " tokens is full; the conversation starts again)\n";
+            conversation.reset();
+        } else {
             conversation.add("assistant", response.text());
+        }
     }
     return sum;
 }

@@ -15,7 +15,7 @@
 struct ChatOptions {
     std::optional<std::string> system;  // none: the template's own system message, if it has one
     CompletionOptions response;         // eos: the tokens that end a response
-    bool slide = true;                  // when the context is full, drop old turns; else the conversation starts again
+    ContextPolicy policy;               // when the context is full: slide: drop old turns; else start again
     bool prompts = true;                // show "> " before each user turn
 };
 

@@ -58,13 +58,21 @@ bool Completion::add(int32_t token, float logprob) {
 void ContextPolicy::check(int64_t context, int64_t longest_prompt) const {
     require(!slide || (keep_tokens >= 0 && keep_tokens <= context - 2), "a context of ", context,
             " tokens has no room to keep ", keep_tokens, " and slide; lower --keep-tokens or raise --context");
-    require(slide || longest_prompt <= context, "a prompt of ", longest_prompt, " tokens exceeds the context of ",
-            context, "; shorten the prompt or raise --context");
+    require(longest_prompt <= context || (slide && cut_prompts), "a prompt of ", longest_prompt,
+            " tokens exceeds the context of ", context, "; shorten the prompt or raise --context",
+            slide ? "; --context-full slide cuts it" : "");
+}
+
+std::string ContextPolicy::cut_note(int64_t context, int64_t prompt) const {
+    if (prompt <= context) return "";
+    return str("a prompt of ", prompt, " tokens exceeds the context of ", context, ": the model reads ",
+               keep_tokens ? str("the first ", keep_tokens, " and ") : "", "the last ", tail(context), " of them");
 }
 
 void GenerateStatistics::add(const GenerateStatistics& s) {
     prompt_tokens += s.prompt_tokens;
     completion_tokens += s.completion_tokens;
+    decode_tokens += s.decode_tokens;
     steps += s.steps;
     step_sequences += s.step_sequences;
     step_bytes += s.step_bytes;
@@ -81,10 +89,9 @@ double seconds_since(Clock::time_point begin) {
 }
 
 // The tokens that stay when the context window slides.
-std::vector<int32_t> slid(const std::vector<int32_t>& tokens, int64_t context, int64_t keep_tokens) {
-    const int64_t tail = std::max<int64_t>(1, (context - keep_tokens) / 2);
-    std::vector<int32_t> kept(tokens.begin(), tokens.begin() + keep_tokens);
-    kept.insert(kept.end(), tokens.end() - tail, tokens.end());
+std::vector<int32_t> slid(const std::vector<int32_t>& tokens, int64_t context, const ContextPolicy& policy) {
+    std::vector<int32_t> kept(tokens.begin(), tokens.begin() + policy.keep_tokens);
+    kept.insert(kept.end(), tokens.end() - policy.tail(context), tokens.end());
     return kept;
 }
 
@@ -125,7 +132,7 @@ class Generator {
                     r = nullptr;
                 } else {
                     engine.truncate(int64_t(slot));
-                    r->context = slid(r->context, engine.options.context, policy.keep_tokens);
+                    r->context = slid(r->context, engine.options.context, policy);
                     prompts.push_back(
                         {int64_t(slot), r->context, r->sequence, int64_t(r->completion->tokens().size())});
                 }
@@ -152,7 +159,7 @@ class Generator {
         r.context = r.tokens;
         int64_t cached = std::min({r.cached, n - 1, engine.length(slot)});
         if (n > capacity) {
-            r.context = slid(r.tokens, capacity, policy.keep_tokens);
+            r.context = slid(r.tokens, capacity, policy);
             cached = 0;
         }
         const int64_t kept = engine.truncate(slot, std::max<int64_t>(cached, 0));
@@ -173,10 +180,11 @@ class Generator {
         for (size_t i = 0; i < s.tokens.size(); i++) {
             Request* r = running[size_t(s.slots[i])];
             if (!r) continue;  // it ended while this step was queued
-            stats.completion_tokens += decoding;
+            stats.decode_tokens += decoding;
             const size_t before = r->completion->tokens().size();
             const bool ended = r->completion->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i]);
             const bool appended = r->completion->tokens().size() > before;
+            stats.completion_tokens += appended;
             if (appended) r->context.push_back(s.tokens[i]);
             if (!ended) continue;
             if (!appended) r->end = s.tokens[i];

@@ -2,6 +2,7 @@
 // what happens when a sequence reaches the context limit.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <string>
@@ -51,12 +52,16 @@ class Completion {
 
 // The behaviour of a sequence that reaches the context limit.
 struct ContextPolicy {
-    bool slide = true;        // the context window slides; else the completion ends
-    int64_t keep_tokens = 0;  // a slide keeps this many tokens of the beginning and the later half of the rest
+    bool slide = true;         // the context window slides; else the completion ends
+    int64_t keep_tokens = 0;   // a slide keeps this many tokens of the beginning and the later half of the rest
+    bool cut_prompts = false;  // a prompt longer than the context slides before generation starts; else it is an error
 
-    // Throws Error if a context has no room to keep keep_tokens and slide, or if it does not slide and the longest
-    // prompt does not fit.
+    // Throws Error if a context has no room to keep keep_tokens and slide, or if the longest prompt does not fit.
     void check(int64_t context, int64_t longest_prompt) const;
+    // How many of the last tokens a slide keeps.
+    int64_t tail(int64_t context) const { return std::max<int64_t>(1, (context - keep_tokens) / 2); }
+    // A note for the user on a prompt that is cut; "" if it fits.
+    std::string cut_note(int64_t context, int64_t prompt) const;
 };
 
 struct Request {
@@ -70,7 +75,9 @@ struct Request {
 };
 
 struct GenerateStatistics {
-    int64_t prompt_tokens = 0, completion_tokens = 0;  // completion: all but the first token, which prefill samples
+    int64_t prompt_tokens = 0, completion_tokens = 0;
+    int64_t decode_tokens =
+        0;  // that decode steps sampled: prefill samples the first one, an end token is in no completion
     int64_t steps = 0, step_sequences = 0, step_bytes = 0;  // decode steps; sequences and bytes summed over them
     double prefill_seconds = 0, decode_seconds = 0;
 

@@ -4,6 +4,7 @@
 
 #include "runtime/error.h"
 #include "runtime/files/files.h"
+#include "runtime/text.h"
 
 int32_t start_token(const ModelConfig& config, const Tokenizer* tokenizer) {
     if (config.bos >= 0) return config.bos;
@@ -33,8 +34,9 @@ void remove_last_newline(std::string& text) {
 }  // namespace
 
 std::vector<std::string> split_prompts(const std::string& text) {
+    constexpr std::string_view BYTE_ORDER_MARK = "\xEF\xBB\xBF";
     std::vector<std::string> prompts(1);
-    for (size_t begin = 0; begin < text.size();) {
+    for (size_t begin = starts_with(text, BYTE_ORDER_MARK) ? BYTE_ORDER_MARK.size() : 0; begin < text.size();) {
         const size_t newline = text.find('\n', begin);
         const std::string line = text.substr(begin, newline - begin);
         begin = newline == std::string::npos ? text.size() : newline + 1;
@@ -46,8 +48,12 @@ std::vector<std::string> split_prompts(const std::string& text) {
             if (newline != std::string::npos) prompts.back() += '\n';
         }
     }
-    if (prompts.size() > 1) remove_last_newline(prompts.back());
+    remove_last_newline(prompts.back());
     return prompts;
+}
+
+std::vector<std::string> read_prompts(const std::string& path) {
+    return split_prompts(read_file(path, int64_t(1) << 26));
 }
 
 std::string lost_bytes_note(const std::string& text, const Tokenizer& tokenizer) {

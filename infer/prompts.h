@@ -19,9 +19,10 @@ int64_t sampled_vocab(const ModelConfig& config, const Tokenizer* tokenizer);
 // The tokens that end a completion: end-of-text of the tokenizer, and those of config.json and generation_config.json.
 std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* tokenizer);
 
-// Splits a file into prompts at lines of ---. The newline before such a line belongs to the line. If there are several
-// prompts, a newline at the end of the file does not belong to the last one. A newline may be CR LF.
+// Splits a file into prompts at lines of ---. The newline before such a line and the one at the end of the file are not
+// part of a prompt, nor is a byte order mark. A newline may be CR LF.
 std::vector<std::string> split_prompts(const std::string& text);
+std::vector<std::string> read_prompts(const std::string& path);
 
 // A note for the user on bytes of the text that the vocabulary lacks ("3 bytes ... the model does not see them"); "" if
 // it lacks none.

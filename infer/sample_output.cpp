@@ -50,12 +50,12 @@ std::string statistics_text(const GenerateStatistics& s, double read_bandwidth) 
                   double(s.prompt_tokens) / std::max(s.prefill_seconds, 1e-9));
     std::string lines = text;
     if (s.steps == 0) return lines;
-    const double rate = double(s.completion_tokens) / s.decode_seconds, bytes = double(s.step_bytes) / s.decode_seconds;
-    std::snprintf(
-        text, sizeof text,
-        "completion: %s tokens in %.3f s, %.1f tokens/s, %.1f for each sequence, weights and cache read at %.1f GB/s",
-        with_commas(s.completion_tokens).c_str(), s.decode_seconds, rate,
-        rate * double(s.steps) / double(s.step_sequences), bytes / 1e9);
+    const double rate = double(s.decode_tokens) / s.decode_seconds, bytes = double(s.step_bytes) / s.decode_seconds;
+    std::snprintf(text, sizeof text,
+                  "completion: %s tokens, %s of them by decode steps in %.3f s, %.1f tokens/s, %.1f for each sequence, "
+                  "weights and cache read at %.1f GB/s",
+                  with_commas(s.completion_tokens).c_str(), with_commas(s.decode_tokens).c_str(), s.decode_seconds,
+                  rate, rate * double(s.steps) / double(s.step_sequences), bytes / 1e9);
     lines += text;
     if (read_bandwidth > 0) {
         std::snprintf(text, sizeof text, ", %.0f%% of the %.1f GB/s measured", 100 * bytes / read_bandwidth,
@@ -69,6 +69,7 @@ nlohmann::json statistics_json(const GenerateStatistics& s, double read_bandwidt
     nlohmann::json result = {{"prompt_tokens", s.prompt_tokens},
                              {"prefill_seconds", s.prefill_seconds},
                              {"completion_tokens", s.completion_tokens},
+                             {"decode_tokens", s.decode_tokens},
                              {"decode_seconds", s.decode_seconds},
                              {"decode_steps", s.steps},
                              {"decode_bytes", s.step_bytes}};
@@ -88,6 +89,10 @@ void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
     int64_t longest = 0;
     for (const std::vector<int32_t>& tokens : job.tokens) longest = std::max(longest, int64_t(tokens.size()));
     job.policy.check(engine.options.context, longest);  // before a prompt is printed
+    for (size_t i = 0; i < job.tokens.size(); i++) {
+        const std::string note = job.policy.cut_note(engine.options.context, int64_t(job.tokens[i].size()));
+        if (!note.empty()) log << "train_gpt: sample: prompt " << i + 1 << ": " << note << "\n";
+    }
     const auto prompt_of = [&](int64_t completion) { return size_t(completion / job.num_samples); };
     std::ostringstream discarded;  // with json, only one object is printed, at the end
     std::vector<std::string> prompts;

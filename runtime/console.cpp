@@ -38,8 +38,8 @@ std::string ControlEscaper::operator()(std::string_view part) {
     return shown;
 }
 
-std::string for_output(int descriptor, std::string_view text) {
-    return isatty(descriptor) ? ControlEscaper()(text) : std::string(text);
+std::string for_stderr(std::string_view text) {
+    return ControlEscaper()(text);
 }
 
 void set_terminal_style(const char* sgr) {
@@ -52,8 +52,8 @@ void set_terminal_style(const char* sgr) {
 // Stands before the stream's own buffer.
 class Console::Buffer : public std::streambuf {
   public:
-    Buffer(std::ostream& its_stream, int descriptor)
-        : stream(its_stream), target(its_stream.rdbuf()), terminal(isatty(descriptor)) {
+    Buffer(std::ostream& its_stream, bool escapes_controls)
+        : stream(its_stream), target(its_stream.rdbuf()), escapes(escapes_controls) {
         stream.rdbuf(this);
     }
     ~Buffer() override { stream.rdbuf(target); }
@@ -67,7 +67,7 @@ class Console::Buffer : public std::streambuf {
         if (n == 0) return 0;
         last = text[n - 1];
         const std::string_view given(text, static_cast<size_t>(n));
-        if (!terminal) return target->sputn(text, n);
+        if (!escapes) return target->sputn(text, n);
         const std::string shown = escape(given);
         const auto length = static_cast<std::streamsize>(shown.size());
         return target->sputn(shown.data(), length) == length ? n : 0;
@@ -82,7 +82,7 @@ class Console::Buffer : public std::streambuf {
   private:
     std::ostream& stream;
     std::streambuf* const target;
-    const bool terminal;
+    const bool escapes;
     ControlEscaper escape;
     char last = '\n';
 };
@@ -101,8 +101,8 @@ void open_missing_streams() {
 
 Console::Console() {
     open_missing_streams();
-    out = std::make_unique<Buffer>(std::cout, STDOUT_FILENO);
-    err = std::make_unique<Buffer>(std::cerr, STDERR_FILENO);
+    out = std::make_unique<Buffer>(std::cout, isatty(STDOUT_FILENO));
+    err = std::make_unique<Buffer>(std::cerr, true);
     std::cout.exceptions(std::ios::badbit);
 }
 

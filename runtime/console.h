@@ -18,14 +18,15 @@ class ControlEscaper {
     bool c2_held = false;  // C2 starts either a C1 control character or a letter
 };
 
-// `text` with control characters escaped if the descriptor is a terminal, else unchanged.
-std::string for_output(int descriptor, std::string_view text);
+// A message for stderr: names from files in it may hold control characters. They are escaped wherever stderr leads, as
+// logs are shown on terminals later.
+std::string for_stderr(std::string_view text);
 
 // Sends an SGR sequence ("32": green, "0": off) to the terminal that stdout is; elsewhere nothing. The only control
 // characters that reach a terminal.
 void set_terminal_style(const char* sgr);
 
-// During its lifetime std::cout and std::cerr escape control characters on a terminal, and a failed write to std::cout
+// During its lifetime std::cerr escapes control characters, std::cout on a terminal, and a failed write to std::cout
 // throws std::ios_base::failure. Standard streams that the process was started without are opened on /dev/null, because
 // the next file to be opened would take their descriptors; writing to them fails.
 class Console {

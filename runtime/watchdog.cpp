@@ -41,7 +41,7 @@ void Watchdog::run() {
         if (!name || ++ticks <= TICKS) continue;
         const std::string line =
             str(prefix, "no progress for ", timeout_s, " s in step ", step, " (", name, ")", remedy);
-        const std::string text = str(isatty(STDERR_FILENO) ? "\r\033[K" : "", for_output(STDERR_FILENO, line), "\n");
+        const std::string text = str(isatty(STDERR_FILENO) ? "\r\033[K" : "", for_stderr(line), "\n");
         (void)!::write(STDERR_FILENO, text.data(), text.size());  // std::cerr may be what hangs
         ::_exit(1);                                               // destructors would wait for the device, too
     }

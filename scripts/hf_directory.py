@@ -7,6 +7,8 @@ import sys
 
 import numpy as np
 
+from printable import printable
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PROGRAM = os.path.abspath(os.environ.get("TRAIN_GPT") or os.path.join(ROOT, "train_gpt"))
 DTYPES = {"fp32": ("F32", 4), "fp16": ("F16", 2), "bf16": ("BF16", 2)}
@@ -120,7 +122,7 @@ def main(program, run):
         print(f"{program}: {error}; .venv/bin/python -m pip install {error.name}", file=sys.stderr)
     except (ModelError, OSError, ValueError, KeyError) as error:
         text = str(error).splitlines()
-        print(f"{program}: {text[0] if text else type(error).__name__}", file=sys.stderr)
+        print(f"{program}: {printable(text[0]) if text else type(error).__name__}", file=sys.stderr)
     else:
         return 0
     return 1

@@ -13,6 +13,7 @@ import glob
 import os
 import sys
 
+from printable import printable
 from run_log import LogError, log_path, read_log, run_name
 
 NOT_SCALARS = ("step", "tokens", "minutes", "hours", "skipped", "spike")
@@ -30,7 +31,7 @@ def export(run, folder, writer_class):
         for entry in sorted(training + validation, key=lambda e: e["step"]):
             time = end - 3600 * (last - entry["hours"])
             for key, value in entry.items():
-                if key in NOT_SCALARS or not isinstance(value, (int, float)):
+                if key in NOT_SCALARS or isinstance(value, bool) or not isinstance(value, (int, float)):
                     continue
                 writer.add_scalar(VALIDATION.get(key, f"train/{key}"), value, entry["step"], walltime=time)
 
@@ -50,12 +51,12 @@ def main():
             folder = os.path.join(args.output, run_name(run)) if args.output else \
                 os.path.join(os.path.dirname(log_path(run)), "tensorboard")
             export(run, folder, SummaryWriter)
-            print(folder)
+            print(printable(folder))
     except LogError as error:
         print(f"log_to_tensorboard: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"log_to_tensorboard: {error.filename}: cannot be written ({error.strerror})", file=sys.stderr)
+        print(printable(f"log_to_tensorboard: {error.filename}: cannot be written ({error.strerror})"), file=sys.stderr)
         return 1
     return 0
 

@@ -4,6 +4,8 @@ import json
 import os
 import sys
 
+from printable import printable
+
 
 def peer_main(name, compare, input_errors, missing):
     """compare() returns the exit status; input_errors (a class or a tuple) is what it raises where a comparison can't
@@ -12,7 +14,7 @@ def peer_main(name, compare, input_errors, missing):
     try:
         return compare()
     except (*expected, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {printable(str(error))}", file=sys.stderr)
     except ImportError as error:
         print(f"{name}: {error}; {missing}", file=sys.stderr)
     return 1

@@ -8,10 +8,13 @@ Without matplotlib it prints one line and draws nothing (exit status 3, so that 
 """
 import argparse
 import csv
+import io
+import math
 import os
 import sys
 
 from plot_main import plot_main
+from run_log import open_regular
 
 
 class LadderError(Exception):
@@ -22,18 +25,18 @@ def read_ladders(path):
     """{title: rows in order}, numbers converted."""
     ladders = {}
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as file:
             for number, row in enumerate(csv.DictReader(file), 2):
                 try:
                     for key in ("ms", "rate", "limit", "fraction"):
                         row[key] = float(row[key])
-                    if min(row["rate"], row["limit"]) <= 0:
+                    if not all(0 < row[key] < math.inf for key in ("ms", "rate", "limit")):
                         raise ValueError
                     ladders.setdefault(row["ladder"], []).append({key: row[key] for key in (
                         "rung", "ms", "rate", "unit", "limit_name", "limit", "fraction")})
                 except (KeyError, TypeError, ValueError):
                     raise LadderError(f"{path}:{number}: not a rung of a ladder; write the file by --csv") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise LadderError(f"{path}: cannot be read ({error})") from None
     if not ladders:
         raise LadderError(f"{path}: holds no rungs; write the file by --csv")

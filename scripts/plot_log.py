@@ -20,6 +20,7 @@ import statistics
 import sys
 
 from plot_main import plot_main
+from printable import printable
 from run_log import LogError, log_path, read_log, run_name, smoothed, values
 
 LABELS = {"loss": "loss (nats per token)", "lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second",
@@ -104,8 +105,11 @@ def page(names, logs, x):
     """The text of an HTML page: the table, and a panel for each of LABELS that the logs have numbers for."""
     from plotly import graph_objects, subplots
 
-    keys = [key for key in LABELS if any(values(training, key)[0] for training, _ in logs)]
+    keys = [key for key in LABELS if any(values(training, key)[0] for training, _ in logs) or
+            key == "loss" and any(values(validation, "val_loss")[0] for _, validation in logs)]
     keys += [key for key in SCORES if any(values(validation, key)[0] for _, validation in logs)]
+    if not keys:
+        raise LogError("the logs hold no number to draw; train some steps first")
     figure = subplots.make_subplots(rows=len(keys), shared_xaxes=True, vertical_spacing=0.2 / len(keys))
     for row, key in enumerate(keys, 1):
         for index, (name, (training, validation)) in enumerate(zip(names, logs)):
@@ -147,7 +151,7 @@ def main():
     parser.add_argument("--names", nargs="+", metavar="NAME", help="one for each run (default: its directory)")
     parser.add_argument("--top", type=float, metavar="LOSS", help="the upper end of the loss's axis in the picture")
     args = parser.parse_args()
-    names = args.names or [run_name(run) for run in args.runs]
+    names = [printable(name) for name in args.names or map(run_name, args.runs)]
     if len(names) != len(args.runs):
         parser.error(f"--names has {len(names)} names for {len(args.runs)} runs; give one for each")
     output = args.output or os.path.join(os.path.dirname(log_path(args.runs[0])), "loss.png")

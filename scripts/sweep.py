@@ -135,9 +135,12 @@ class Run:
         try:
             with open(self.out + ".json", encoding="utf-8") as file:
                 state = json.load(file)
-        except OSError:
+            same, finished = state["command"] == self.command(driver), state["finished"] is True
+        except FileNotFoundError:
             return {}
-        return {"finished": state["finished"]} if state["command"] == self.command(driver) else {}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise SweepError(f"{self.out}.json cannot be read ({error}); remove it to train this run again") from None
+        return {"finished": finished} if same else {}
 
     def note(self, driver, finished):
         write_json(self.out + ".json", {"command": self.command(driver), "finished": finished})
@@ -171,12 +174,12 @@ class Run:
 
     @functools.cache  # a search asks again and again, and the log of a finished run does not change
     def result(self, by):
-        training, evaluations = read_log(self.out)
+        _, evaluations = read_log(self.out)
         if not evaluations:
             raise SweepError(f"{self.out}: its log holds no evaluation; set eval-every")
-        if by not in evaluations[-1]:
+        if evaluations[-1].get(by) is None:
             raise SweepError(f"{self.out}: its evaluations have no {by}; choose another --by")
-        return {"value": evaluations[-1][by], "tokens": training[-1]["tokens"], "minutes": training[-1]["minutes"]}
+        return {"value": evaluations[-1][by], "tokens": evaluations[-1]["tokens"], "minutes": evaluations[-1]["minutes"]}
 
 
 class Search:

@@ -44,7 +44,9 @@ class PlotLadder(unittest.TestCase):
         self.expect_error(self.run_script(HEADER), "holds no rungs")
         self.expect_error(self.run_script("a,b\n1,2\n"), ":2: not a rung")
         self.expect_error(self.run_script(HEADER + ROWS + "matmul bf16,x,fast\n"), ":5: not a rung")
-        self.expect_error(self.run_script(HEADER + ROWS.replace("0.5,TFLOP", "0,TFLOP")), ":2: not a rung")
+        for rate in ("0", "nan", "inf"):
+            self.expect_error(self.run_script(HEADER + ROWS.replace("0.5,TFLOP", f"{rate},TFLOP")), ":2: not a rung")
+        self.expect_error(self.run_script(HEADER + "x" * 200000), "cannot be read (field larger than field limit")
 
 
 if __name__ == "__main__":

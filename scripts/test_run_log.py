@@ -32,12 +32,111 @@ class RunLogTest(unittest.TestCase):
         return run
 
     def run_script(self, script, *args):
-        return subprocess.run([sys.executable, os.path.join(SCRIPTS, script), *args], capture_output=True, text=True, check=False)
+        return subprocess.run([sys.executable, os.path.join(SCRIPTS, script), *args], capture_output=True, text=True, check=False,
+                              timeout=120)
 
     def expect_error(self, done, text):
         self.assertEqual(done.returncode, 1, done)
         self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
         self.assertIn(text, done.stderr)
+
+
+# Lines that no run writes, and what the error shows of them.
+INVALID = {"deep": "[" * 100000 + "]" * 100000, "deep_key": '{"step": 1, "x": ' + "[" * 100000 + "]" * 100000 + "}",
+           "text": "hello", "list": "[1]", "nostep": '{"loss": 1}', "textstep": '{"step": "1"}', "boolstep": '{"step": true}',
+           "hugestep": '{"step": 1' + 30 * "0" + "}", "textloss": '{"step": 2, "loss": "1", "ms": 1}',
+           "listlr": '{"step": 2, "loss": 1, "lr": [1], "ms": 1}', "objectms": '{"step": 2, "ms": {}}',
+           "nan": '{"step": 2, "loss": NaN, "ms": 1}', "infinite": '{"step": 2, "loss": 1e999, "ms": 1}',
+           "long": '{"step": 2, "loss": 1' + 400 * "0" + ', "ms": 1}', "boolval": '{"step": 2, "val_loss": false}',
+           "digits": '{"step": 2, "loss": ' + 5000 * "9" + "}", "escape": "\x1b[31m", "nul": "\0"}
+SCRIPTS_THAT_READ = [("plot_log.py", "matplotlib"), ("watch.py", "rich"), ("log_to_tensorboard.py", "tensorboardX")]
+
+
+class InvalidLogTest(RunLogTest):
+    """Each script that reads logs prints one line about an invalid one; watch.py in the run's panel."""
+    def scripts(self):
+        return [script for script, package in SCRIPTS_THAT_READ if importlib.util.find_spec(package)]
+
+    def expect_fault(self, script, run, text):
+        done = self.run_script(script, run)
+        self.assertNotIn("Traceback", done.stderr)
+        self.assertNotIn("\x1b", done.stdout + done.stderr)
+        if script == "watch.py":
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            self.assertIn(text.split(";")[0], re.sub(r"[│\s]+", " ", done.stdout))
+        else:
+            self.expect_error(done, text)
+
+    def test_lines_that_no_run_writes(self):
+        sys.path.insert(0, SCRIPTS)
+        from run_log import LogError, read_log
+        for name, line in INVALID.items():
+            run = self.write_run(name, STEPS[:1], torn=line + "\n")
+            with self.subTest(name):
+                self.assertRaisesRegex(LogError, "log.jsonl:2: not a log line: ", read_log, run)
+            for script in self.scripts() if name in ("deep", "listlr", "escape") else []:
+                with self.subTest(f"{script} {name}"):
+                    self.expect_fault(script, run, "not a log line")
+
+    def test_files_that_are_no_logs(self):
+        os.mkfifo(os.path.join(self.top, "log.jsonl"))
+        for script in self.scripts():
+            with self.subTest(script):
+                self.expect_fault(script, self.top, "cannot be read (not a regular file)")
+        with open(os.path.join(self.write_run("huge", STEPS), "log.jsonl"), "ab") as log:
+            log.truncate(1 << 40)  # a hole: one line without an end
+        for script in self.scripts():
+            with self.subTest(script):
+                self.expect_fault(script, os.path.join(self.top, "huge"), "line 4 has 16 MiB or more")
+
+    def test_names_do_not_reach_the_terminal_as_they_are(self):
+        name = "\x1b]0;title\x07\x9b31m\nforged"
+        for script in self.scripts():
+            with self.subTest(script):
+                run = self.write_run(script + name, [], torn="x\n")
+                self.expect_fault(script, run, "not a log line")
+                with open(os.path.join(run, "log.jsonl"), "w", encoding="utf-8") as log:
+                    log.writelines(json.dumps(line) + "\n" for line in STEPS)
+                done = self.run_script(script, run)
+                self.assertEqual((done.returncode, done.stderr), (0, ""))
+                self.assertNotRegex(done.stdout, "[\x00-\x09\x0b-\x1f\x7f-\x9f]|\nforged")
+        from printable import printable
+        self.assertEqual(printable("a\x1b[1m\n\x7f\x9b\u00e9"), "a\\x1b[1m\\x0a\\x7f\\x9b\u00e9")
+
+    def test_lines_with_fewer_keys(self):
+        few = self.write_run("few", [{"step": 1, "loss": 2.5, "ms": 10.0}, {"step": 2, "loss": None, "lr": None, "ms": None}])
+        validation = self.write_run("validation", EVALUATIONS)
+        for script in self.scripts():
+            for run in (few, validation):
+                with self.subTest(f"{script} {run}"):
+                    done = self.run_script(script, run)
+                    self.assertEqual((done.returncode, done.stderr), (0, ""))
+                    if script == "watch.py":
+                        self.assertRegex(done.stdout, r"lr +-" if run == few else r"no training step yet, val_loss 3\.5000")
+
+    @unittest.skipUnless(all(map(importlib.util.find_spec, ("matplotlib", "plotly"))), "plotly is not installed")
+    def test_page_of_evaluations_alone(self):
+        run = self.write_run("a", EVALUATIONS)
+        done = self.run_script("plot_log.py", run, "--html")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        with open(os.path.join(run, "loss.html"), encoding="utf-8") as file:
+            self.assertIn("a: validation", file.read())
+        run = self.write_run("b", [{"step": 1, "other": 1}])
+        self.expect_error(self.run_script("plot_log.py", run, "--html"), "the logs hold no number to draw")
+
+    @unittest.skipUnless(importlib.util.find_spec("rich"), "rich is not installed")
+    def test_watch_reads_any_run_toml(self):
+        run = self.write_run("a", STEPS)
+        path = os.path.join(run, "run.toml")
+        for content in (b"\xff\nsteps=12\n", b"steps=" + b"9" * 400 + b"\n"):
+            with open(path, "wb") as file:
+                file.write(content)
+            done = self.run_script("watch.py", run)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            self.assertEqual("3 of 12" in done.stdout, b"12" in content)
+        os.remove(path)
+        os.mkfifo(path)
+        self.assertRegex(self.run_script("watch.py", run).stdout, r"step +3 ")
 
 
 class PlotLogTest(RunLogTest):
@@ -98,9 +197,8 @@ class PlotLogTest(RunLogTest):
     def test_invalid_logs_are_one_line_errors(self):
         self.expect_error(self.run_script("plot_log.py", self.top), "log.jsonl: cannot be read")
         self.expect_error(self.run_script("plot_log.py", self.write_run("empty", [])), "holds no steps yet")
-        for name, line in (("text", "hello"), ("list", "[1]"), ("nostep", '{"loss": 1}'), ("textstep", '{"step": "1"}')):
-            run = self.write_run(name, STEPS[:1], torn=line + "\n")
-            self.expect_error(self.run_script("plot_log.py", run), f"log.jsonl:2: not a log line: {line!r}")
+        run = self.write_run("text", STEPS[:1], torn="hello\n")
+        self.expect_error(self.run_script("plot_log.py", run), "log.jsonl:2: not a log line: 'hello'")
 
 
 @unittest.skipUnless(importlib.util.find_spec("rich"), "rich is not installed")

@@ -15,7 +15,8 @@ import statistics
 import sys
 import time
 
-from run_log import LogError, RunLog, run_name, smoothed, values
+from printable import printable
+from run_log import LogError, RunLog, open_regular, run_name, smoothed, values
 
 RECENT = 50       # steps that rates are the median of
 CHART_ROWS = 6
@@ -25,8 +26,8 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 def total_steps(run):
     """--steps of the run, None if unknown."""
     try:
-        with open(os.path.join(run, "run.toml"), encoding="utf-8") as file:
-            found = re.search(r"^steps=(\d+)$", file.read(), re.MULTILINE)
+        with open_regular(os.path.join(run, "run.toml")) as file:
+            found = re.search(rb"^steps=(\d{1,15})$", file.read(1 << 20), re.MULTILINE)
     except OSError:
         return None
     return int(found.group(1)) if found else None
@@ -75,7 +76,7 @@ def facts(log, steps, now):
         _, scores = values(log.validation, score)
         if scores:
             rows.append((score, f"{scores[-1]:.4f}"))
-    rows += [("lr", f"{last['lr']:.3g}"), ("grad_norm", f"{norms[-1]:.3g}" if norms else "-"),
+    rows += [("lr", "-" if last.get("lr") is None else f"{last['lr']:.3g}"), ("grad_norm", f"{norms[-1]:.3g}" if norms else "-"),
              ("tokens/s", f"{median['tokens_per_s']:,.0f}" if median["tokens_per_s"] else "-"),
              ("MFU", f"{median['mfu']:.1%}" if median["mfu"] else "-"),
              ("memory", size(last["memory"]) if last.get("memory") else "-"),
@@ -85,7 +86,7 @@ def facts(log, steps, now):
     if steps and last["step"] >= steps:
         rows.append(("state", "done"))
     elif median["ms"]:
-        age = now - os.stat(log.path).st_mtime
+        age = now - log.modified
         late = age > 60 + 20 * median["ms"] / 1000
         rows.append(("state", f"no step for {duration(age)}") if late else
                     ("ETA", duration((steps - last["step"]) * median["ms"] / 1000) if steps else "-"))
@@ -105,10 +106,12 @@ def panel(run, log, width):
         log.update()
     except LogError as error:
         log.clear()  # it may be whole at the next look
-        return Panel(Text(str(error), style="red"), title=run_name(run), width=width)
+        return Panel(Text(str(error), style="red"), title=Text(printable(run_name(run))), width=width)
     if not log.training:
-        return Panel(Text("no step yet"), title=run_name(run), width=width)
-    steps, inside = total_steps(run), width - 4
+        _, scores = values(log.validation, "val_loss")
+        text = f"no training step yet, val_loss {scores[-1]:.4f}" if scores else "no step yet"
+        return Panel(Text(text), title=Text(printable(run_name(run))), width=width)
+    steps, inside = total_steps(run), max(1, width - 4)
     table = Table.grid(padding=(0, 2))
     for name, text in facts(log, steps, time.time()):
         table.add_row(Text(name, style="dim"), Text(text, style="yellow" if name in ("skipped", "state") else "bold"))
@@ -122,7 +125,7 @@ def panel(run, log, width):
         last = losses[-max(1, min(41, len(losses) // 25)):]
         parts += [Text(f"loss {curve[0]:.3f} → {sum(last) / len(last):.3f}", style="dim")]
         parts += [Text(line, style="cyan", no_wrap=True) for line in chart(curve, inside)]
-    return Panel(Group(*parts), title=run_name(run), width=width)
+    return Panel(Group(*parts), title=Text(printable(run_name(run))), width=width)
 
 
 def screen(runs, logs, console):
@@ -153,7 +156,7 @@ def main():
     console, logs = Console(), [RunLog(run) for run in args.runs]
     missing = [log.path for log in logs if not os.path.exists(log.path)]
     if missing:
-        print(f"watch: {missing[0]}: no such file; give a run directory that holds log.jsonl", file=sys.stderr)
+        print(printable(f"watch: {missing[0]}: no such file; give a run directory that holds log.jsonl"), file=sys.stderr)
         return 1
     if args.once or not console.is_terminal:
         console.print(screen(args.runs, logs, console))

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <sstream>
 
 #include "tensor_library/strided.h"
 
@@ -45,6 +46,36 @@ Tensor to_tensor(const char* op, const tgk_tensor* from) {
     if (!t.data && t.numel() == 0) t.data = &nothing;  // null data means a missing tensor
     require(bool(t), op, ": a tensor ", shape_string(t), " has no data");
     return t;
+}
+
+namespace {
+
+// The i-th of the names "out, a, b".
+std::string name_of(const char* names, int i) {
+    std::istringstream in(names);
+    std::string name;
+    for (int n = 0; n <= i; n++) std::getline(in >> std::ws, name, ',');
+    return name;
+}
+
+bool same_tensor(const Tensor& a, const Tensor& b) {
+    return a.data == b.data && a.dtype == b.dtype && a.rank == b.rank &&
+           std::equal(a.shape, a.shape + a.rank, b.shape) && std::equal(a.stride, a.stride + a.rank, b.stride);
+}
+
+}  // namespace
+
+void check_outputs(const char* op, const char* names, const Tensors& tensors, Outputs outputs) {
+    for (int o = 0; o < outputs.count; o++) {
+        const Tensor& out = tensors[size_t(o)];
+        if (!out) continue;
+        check_distinct(op, name_of(names, o).c_str(), out);
+        for (int i = o + 1; i < int(tensors.size()); i++) {
+            const Tensor& t = tensors[size_t(i)];
+            if (outputs.elementwise && i >= outputs.count && same_tensor(out, t)) continue;
+            check_disjoint(op, name_of(names, o).c_str(), out, name_of(names, i).c_str(), t);
+        }
+    }
 }
 
 Staging::Staging(const char* op, tgk_context& c, std::vector<Tensor>& tensors, int outputs) : context(c) {

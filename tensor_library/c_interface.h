@@ -76,16 +76,37 @@ class Staging {
 
 using Tensors = std::vector<Tensor>;
 
-// Runs body(tensors, context) with the tensors on the device. The first `outputs` of them are written, or read and
-// written.
+// The tensors of a call, and their names: "out, a, b".
+struct Arguments {
+    const char* names;
+    std::initializer_list<const tgk_tensor*> tensors;
+};
+#define ARGUMENTS(...)       \
+    c_interface::Arguments { \
+#__VA_ARGS__, {      \
+            __VA_ARGS__      \
+        }                    \
+    }
+
+// How many of the tensors are written, or read and written: the first ones.
+struct Outputs {
+    int count;
+    bool elementwise = false;  // each thread reads an element before it writes there: an output may be an input
+};
+
+// Throws Error if an output shares memory with another tensor, or with itself. The kernels would compute wrong numbers:
+// they write some results before they have read all inputs.
+void check_outputs(const char* op, const char* names, const Tensors& tensors, Outputs outputs);
+
+// Runs body(tensors, context) with the tensors on the device.
 template <typename Body>
-int call(const char* op, tgk_context* context, int outputs, std::initializer_list<const tgk_tensor*> arguments,
-         Body body) {
+int call(const char* op, tgk_context* context, Outputs outputs, Arguments arguments, Body body) {
     return guarded([&] {
         tgk_context& c = checked(context, op);
         Tensors tensors;
-        for (const tgk_tensor* argument : arguments) tensors.push_back(to_tensor(op, argument));
-        Staging staging(op, c, tensors, outputs);
+        for (const tgk_tensor* argument : arguments.tensors) tensors.push_back(to_tensor(op, argument));
+        check_outputs(op, arguments.names, tensors, outputs);
+        Staging staging(op, c, tensors, outputs.count);
         body(tensors, c);
         staging.copy_back();
     });

@@ -25,6 +25,8 @@ namespace {
 
 using namespace c_interface;
 
+constexpr Outputs ELEMENTWISE = {1, true};
+
 // A size that a scratch depends on; 0 if the tensor has too few dimensions, which the kernel reports.
 int64_t size(const Tensor& t, int dimension) {
     return dimension < t.rank ? t.shape[dimension] : 0;
@@ -163,68 +165,68 @@ int32_t tgk_function_arguments(int32_t function) {
 }
 
 int tgk_map(tgk_context* context, int32_t function, const tgk_tensor* out, const tgk_tensor* inp) {
-    return call("tgk_map", context, 1, {out, inp}, [&](Tensors& t, tgk_context& c) {
+    return call("tgk_map", context, {1}, ARGUMENTS(out, inp), [&](Tensors& t, tgk_context& c) {
         tensor_map(t[0], function_of("tgk_map", function), t[1], c.stream);
     });
 }
 
 int tgk_zip(tgk_context* context, int32_t function, const tgk_tensor* out, const tgk_tensor* x, const tgk_tensor* y) {
-    return call("tgk_zip", context, 1, {out, x, y}, [&](Tensors& t, tgk_context& c) {
+    return call("tgk_zip", context, {1}, ARGUMENTS(out, x, y), [&](Tensors& t, tgk_context& c) {
         tensor_zip(t[0], function_of("tgk_zip", function), t[1], t[2], c.stream);
     });
 }
 
 int tgk_bin_bcast(tgk_context* context, int32_t function, const tgk_tensor* out, const tgk_tensor* x,
                   const tgk_tensor* y) {
-    return call("tgk_bin_bcast", context, 1, {out, x, y}, [&](Tensors& t, tgk_context& c) {
+    return call("tgk_bin_bcast", context, {1}, ARGUMENTS(out, x, y), [&](Tensors& t, tgk_context& c) {
         tensor_bin_bcast(t[0], function_of("tgk_bin_bcast", function), t[1], t[2], c.stream);
     });
 }
 
 int tgk_reduce(tgk_context* context, int32_t function, const tgk_tensor* out, const tgk_tensor* inp, int32_t axis,
                float start) {
-    return call("tgk_reduce", context, 1, {out, inp}, [&](Tensors& t, tgk_context& c) {
+    return call("tgk_reduce", context, {1}, ARGUMENTS(out, inp), [&](Tensors& t, tgk_context& c) {
         const TensorFunction f = function_of("tgk_reduce", function);
         tensor_reduce(t[0], f, t[1], axis, start, scratch(c, tensor_reduce_scratch(t[0], t[1], axis)), c.stream);
     });
 }
 
 int tgk_tensor_matmul(tgk_context* context, const tgk_tensor* out, const tgk_tensor* a, const tgk_tensor* b) {
-    return call("tgk_tensor_matmul", context, 1, {out, a, b},
+    return call("tgk_tensor_matmul", context, {1}, ARGUMENTS(out, a, b),
                 [&](Tensors& t, tgk_context& c) { tensor_matmul(t[0], t[1], t[2], c.stream); });
 }
 
 int tgk_matmul(tgk_context* context, const tgk_tensor* out, const tgk_tensor* a, const tgk_tensor* b,
                int32_t transpose_a, int32_t transpose_b, int32_t accumulate) {
-    return call("tgk_matmul", context, 1, {out, a, b}, [&](Tensors& t, tgk_context& c) {
+    return call("tgk_matmul", context, {1}, ARGUMENTS(out, a, b), [&](Tensors& t, tgk_context& c) {
         matmul(t[0], t[1], t[2], transpose_a != 0, transpose_b != 0, accumulate != 0, c.stream);
     });
 }
 
 int tgk_matmul_forward(tgk_context* context, const tgk_tensor* out, const tgk_tensor* inp, const tgk_tensor* weight,
                        const tgk_tensor* bias) {
-    return call("tgk_matmul_forward", context, 1, {out, inp, weight, bias},
+    return call("tgk_matmul_forward", context, {1}, ARGUMENTS(out, inp, weight, bias),
                 [&](Tensors& t, tgk_context& c) { matmul_forward(t[0], t[1], t[2], t[3], c.stream); });
 }
 
 int tgk_matmul_backward_input(tgk_context* context, const tgk_tensor* dinp, const tgk_tensor* dout,
                               const tgk_tensor* weight, int32_t accumulate) {
-    return call("tgk_matmul_backward_input", context, 1, {dinp, dout, weight}, [&](Tensors& t, tgk_context& c) {
-        matmul_backward_input(t[0], t[1], t[2], accumulate != 0, c.stream);
-    });
+    return call(
+        "tgk_matmul_backward_input", context, {1}, ARGUMENTS(dinp, dout, weight),
+        [&](Tensors& t, tgk_context& c) { matmul_backward_input(t[0], t[1], t[2], accumulate != 0, c.stream); });
 }
 
 int tgk_matmul_backward_weight(tgk_context* context, const tgk_tensor* dweight, const tgk_tensor* dbias,
                                const tgk_tensor* dout, const tgk_tensor* inp, int32_t accumulate) {
-    return call("tgk_matmul_backward_weight", context, 2, {dweight, dbias, dout, inp}, [&](Tensors& t, tgk_context& c) {
-        matmul_backward_weight(t[0], t[1], t[2], t[3], accumulate != 0, c.stream);
-    });
+    return call(
+        "tgk_matmul_backward_weight", context, {2}, ARGUMENTS(dweight, dbias, dout, inp),
+        [&](Tensors& t, tgk_context& c) { matmul_backward_weight(t[0], t[1], t[2], t[3], accumulate != 0, c.stream); });
 }
 
 int tgk_layernorm_forward(tgk_context* context, const tgk_tensor* out, const tgk_tensor* sum, const tgk_tensor* mean,
                           const tgk_tensor* rstd, const tgk_tensor* inp, const tgk_tensor* residual,
                           const tgk_tensor* weight, const tgk_tensor* bias, float eps) {
-    return call("tgk_layernorm_forward", context, 4, {out, sum, mean, rstd, inp, residual, weight, bias},
+    return call("tgk_layernorm_forward", context, {4}, ARGUMENTS(out, sum, mean, rstd, inp, residual, weight, bias),
                 [&](Tensors& t, tgk_context& c) {
                     layernorm_forward({.out = t[0],
                                        .sum = t[1],
@@ -243,8 +245,8 @@ int tgk_layernorm_backward(tgk_context* context, const tgk_tensor* dinp, const t
                            const tgk_tensor* dbias, const tgk_tensor* dsum, const tgk_tensor* dout,
                            const tgk_tensor* dresidual, const tgk_tensor* inp, const tgk_tensor* weight,
                            const tgk_tensor* mean, const tgk_tensor* rstd, int32_t accumulate) {
-    return call("tgk_layernorm_backward", context, 4,
-                {dinp, dweight, dbias, dsum, dout, dresidual, inp, weight, mean, rstd},
+    return call("tgk_layernorm_backward", context, {4},
+                ARGUMENTS(dinp, dweight, dbias, dsum, dout, dresidual, inp, weight, mean, rstd),
                 [&](Tensors& t, tgk_context& c) {
                     const int64_t bytes = layernorm_backward_scratch(size(t[6], 0), size(t[6], 1));
                     layernorm_backward({.dinp = t[0],
@@ -266,7 +268,8 @@ int tgk_layernorm_backward(tgk_context* context, const tgk_tensor* dinp, const t
 int tgk_rmsnorm_forward(tgk_context* context, const tgk_tensor* out, const tgk_tensor* sum, const tgk_tensor* rstd,
                         const tgk_tensor* inp, const tgk_tensor* residual, const tgk_tensor* weight, float eps) {
     return call(
-        "tgk_rmsnorm_forward", context, 3, {out, sum, rstd, inp, residual, weight}, [&](Tensors& t, tgk_context& c) {
+        "tgk_rmsnorm_forward", context, {3}, ARGUMENTS(out, sum, rstd, inp, residual, weight),
+        [&](Tensors& t, tgk_context& c) {
             rmsnorm_forward(
                 {.out = t[0], .sum = t[1], .rstd = t[2], .inp = t[3], .residual = t[4], .weight = t[5], .eps = eps},
                 c.stream);
@@ -276,8 +279,8 @@ int tgk_rmsnorm_forward(tgk_context* context, const tgk_tensor* out, const tgk_t
 int tgk_rmsnorm_backward(tgk_context* context, const tgk_tensor* dinp, const tgk_tensor* dweight,
                          const tgk_tensor* dsum, const tgk_tensor* dout, const tgk_tensor* dresidual,
                          const tgk_tensor* inp, const tgk_tensor* weight, const tgk_tensor* rstd, int32_t accumulate) {
-    return call("tgk_rmsnorm_backward", context, 3, {dinp, dweight, dsum, dout, dresidual, inp, weight, rstd},
-                [&](Tensors& t, tgk_context& c) {
+    return call("tgk_rmsnorm_backward", context, {3},
+                ARGUMENTS(dinp, dweight, dsum, dout, dresidual, inp, weight, rstd), [&](Tensors& t, tgk_context& c) {
                     const int64_t bytes = rmsnorm_backward_scratch(size(t[5], 0), size(t[5], 1));
                     rmsnorm_backward({.dinp = t[0],
                                       .dweight = t[1],
@@ -295,21 +298,21 @@ int tgk_rmsnorm_backward(tgk_context* context, const tgk_tensor* dinp, const tgk
 
 int tgk_softmax_forward(tgk_context* context, const tgk_tensor* out, const tgk_tensor* inp, const tgk_tensor* mask,
                         int64_t Q, float scale, int32_t causal) {
-    return call("tgk_softmax_forward", context, 1, {out, inp, mask}, [&](Tensors& t, tgk_context& c) {
+    return call("tgk_softmax_forward", context, {1}, ARGUMENTS(out, inp, mask), [&](Tensors& t, tgk_context& c) {
         softmax_forward(t[0], t[1], t[2], Q, scale, causal != 0, c.stream);
     });
 }
 
 int tgk_softmax_backward(tgk_context* context, const tgk_tensor* dinp, const tgk_tensor* dout, const tgk_tensor* out,
                          float scale) {
-    return call("tgk_softmax_backward", context, 1, {dinp, dout, out},
+    return call("tgk_softmax_backward", context, {1}, ARGUMENTS(dinp, dout, out),
                 [&](Tensors& t, tgk_context& c) { softmax_backward(t[0], t[1], t[2], scale, c.stream); });
 }
 
 int tgk_attention_forward(tgk_context* context, const tgk_tensor* out, const tgk_tensor* lse, const tgk_tensor* q,
                           const tgk_tensor* k, const tgk_tensor* v, const tgk_tensor* cum_q, const tgk_tensor* cum_k,
                           int64_t max_q, int64_t max_k, int32_t causal, int64_t window, float scale) {
-    return call("tgk_attention_forward", context, 2, {out, lse, q, k, v, cum_q, cum_k},
+    return call("tgk_attention_forward", context, {2}, ARGUMENTS(out, lse, q, k, v, cum_q, cum_k),
                 [&](Tensors& t, tgk_context& c) {
                     attention_forward(t[0], t[1], t[2], t[3], t[4], {t[5], t[6], max_q, max_k, causal != 0, window},
                                       scale, scratch(c, attention_forward_scratch()), c.stream);
@@ -321,7 +324,7 @@ int tgk_attention_backward(tgk_context* context, const tgk_tensor* dq, const tgk
                            const tgk_tensor* out, const tgk_tensor* lse, const tgk_tensor* cum_q,
                            const tgk_tensor* cum_k, int64_t max_q, int64_t max_k, int32_t causal, int64_t window,
                            float scale) {
-    return call("tgk_attention_backward", context, 3, {dq, dk, dv, dout, q, k, v, out, lse, cum_q, cum_k},
+    return call("tgk_attention_backward", context, {3}, ARGUMENTS(dq, dk, dv, dout, q, k, v, out, lse, cum_q, cum_k),
                 [&](Tensors& t, tgk_context& c) {
                     const Tensor& query = t[4];
                     const int64_t bytes = attention_backward_scratch(size(query, 0), size(query, 1), size(query, 2));
@@ -337,7 +340,7 @@ int tgk_linear_attention_forward(tgk_context* context, const tgk_tensor* out, co
                                  const tgk_tensor* initial_s, const tgk_tensor* initial_z, const tgk_tensor* cum,
                                  int64_t max_length, int32_t features, int32_t normalise) {
     const char* op = "tgk_linear_attention_forward";
-    return call(op, context, 4, {out, norm, final_s, final_z, q, k, v, gate, initial_s, initial_z, cum},
+    return call(op, context, {4}, ARGUMENTS(out, norm, final_s, final_z, q, k, v, gate, initial_s, initial_z, cum),
                 [&](Tensors& t, tgk_context& c) {
                     const int64_t bytes =
                         linear_attention_forward_scratch(linear_sizes(t[4], t[5], t[6], t[10], max_length));
@@ -355,9 +358,9 @@ int tgk_linear_attention_backward(tgk_context* context, const tgk_tensor* dq, co
                                   const tgk_tensor* initial_z, const tgk_tensor* out, const tgk_tensor* norm,
                                   const tgk_tensor* cum, int64_t max_length, int32_t features, int32_t normalise) {
     const char* op = "tgk_linear_attention_backward";
-    return call(op, context, 6,
-                {dq, dk, dv, dgate, dinitial_s, dinitial_z, dout, dfinal_s, dfinal_z, q, k, v, gate, initial_s,
-                 initial_z, out, norm, cum},
+    return call(op, context, {6},
+                ARGUMENTS(dq, dk, dv, dgate, dinitial_s, dinitial_z, dout, dfinal_s, dfinal_z, q, k, v, gate, initial_s,
+                          initial_z, out, norm, cum),
                 [&](Tensors& t, tgk_context& c) {
                     const int64_t bytes =
                         linear_attention_backward_scratch(linear_sizes(t[9], t[10], t[11], t[17], max_length));
@@ -371,7 +374,7 @@ int tgk_linear_attention_decode(tgk_context* context, const tgk_tensor* out, con
                                 const tgk_tensor* q, const tgk_tensor* k, const tgk_tensor* v, const tgk_tensor* gate,
                                 int32_t features, int32_t normalise) {
     const char* op = "tgk_linear_attention_decode";
-    return call(op, context, 3, {out, s, z, q, k, v, gate}, [&](Tensors& t, tgk_context& c) {
+    return call(op, context, {3}, ARGUMENTS(out, s, z, q, k, v, gate), [&](Tensors& t, tgk_context& c) {
         linear_attention_decode(t[0], {t[1], t[2]}, t[3], t[4], t[5], t[6], linear_type(op, features, normalise),
                                 c.stream);
     });
@@ -379,13 +382,13 @@ int tgk_linear_attention_decode(tgk_context* context, const tgk_tensor* out, con
 
 int tgk_decay_gate_forward(tgk_context* context, const tgk_tensor* gate, const tgk_tensor* inp,
                            const tgk_tensor* weight, const tgk_tensor* bias) {
-    return call("tgk_decay_gate_forward", context, 1, {gate, inp, weight, bias},
+    return call("tgk_decay_gate_forward", context, {1}, ARGUMENTS(gate, inp, weight, bias),
                 [&](Tensors& t, tgk_context& c) { decay_gate_forward(t[0], t[1], t[2], t[3], c.stream); });
 }
 
 int tgk_decay_gate_backward(tgk_context* context, const tgk_tensor* dx, const tgk_tensor* dgate,
                             const tgk_tensor* gate) {
-    return call("tgk_decay_gate_backward", context, 1, {dx, dgate, gate},
+    return call("tgk_decay_gate_backward", context, ELEMENTWISE, ARGUMENTS(dx, dgate, gate),
                 [&](Tensors& t, tgk_context& c) { decay_gate_backward(t[0], t[1], t[2], c.stream); });
 }
 
@@ -399,38 +402,38 @@ int tgk_rope_table(const tgk_tensor* table, double theta) {
 
 int tgk_rope(tgk_context* context, const tgk_tensor* x, const tgk_tensor* positions, const tgk_tensor* table,
              int32_t backward) {
-    return call("tgk_rope", context, 1, {x, positions, table},
+    return call("tgk_rope", context, {1}, ARGUMENTS(x, positions, table),
                 [&](Tensors& t, tgk_context& c) { rope(t[0], t[1], t[2], backward != 0, c.stream); });
 }
 
 int tgk_gelu_forward(tgk_context* context, const tgk_tensor* out, const tgk_tensor* inp) {
-    return call("tgk_gelu_forward", context, 1, {out, inp},
+    return call("tgk_gelu_forward", context, ELEMENTWISE, ARGUMENTS(out, inp),
                 [&](Tensors& t, tgk_context& c) { activation_forward(Activation::GELU, t[0], t[1], c.stream); });
 }
 
 int tgk_gelu_backward(tgk_context* context, const tgk_tensor* dinp, const tgk_tensor* dout, const tgk_tensor* inp) {
-    return call("tgk_gelu_backward", context, 1, {dinp, dout, inp}, [&](Tensors& t, tgk_context& c) {
+    return call("tgk_gelu_backward", context, ELEMENTWISE, ARGUMENTS(dinp, dout, inp), [&](Tensors& t, tgk_context& c) {
         activation_backward(Activation::GELU, t[0], {}, t[1], t[2], c.stream);
     });
 }
 
 int tgk_swiglu_forward(tgk_context* context, const tgk_tensor* out, const tgk_tensor* gate_up) {
-    return call("tgk_swiglu_forward", context, 1, {out, gate_up},
+    return call("tgk_swiglu_forward", context, {1}, ARGUMENTS(out, gate_up),
                 [&](Tensors& t, tgk_context& c) { activation_forward(Activation::SwiGLU, t[0], t[1], c.stream); });
 }
 
 int tgk_swiglu_backward(tgk_context* context, const tgk_tensor* dgate_up, const tgk_tensor* dout,
                         const tgk_tensor* gate_up) {
-    return call("tgk_swiglu_backward", context, 1, {dgate_up, dout, gate_up}, [&](Tensors& t, tgk_context& c) {
-        activation_backward(Activation::SwiGLU, t[0], {}, t[1], t[2], c.stream);
-    });
+    return call(
+        "tgk_swiglu_backward", context, ELEMENTWISE, ARGUMENTS(dgate_up, dout, gate_up),
+        [&](Tensors& t, tgk_context& c) { activation_backward(Activation::SwiGLU, t[0], {}, t[1], t[2], c.stream); });
 }
 
 int tgk_adamw_update(tgk_context* context, const tgk_tensor* params, const tgk_tensor* m, const tgk_tensor* v,
                      const tgk_tensor* grads, float lr, float beta1, float beta2, float eps, float weight_decay,
                      float grad_scale, int64_t t) {
     const char* op = "tgk_adamw_update";
-    return call(op, context, 3, {params, m, v, grads}, [&](Tensors& tensors, tgk_context& c) {
+    return call(op, context, {3}, ARGUMENTS(params, m, v, grads), [&](Tensors& tensors, tgk_context& c) {
         require(t >= 1, op, ": t is ", t, ", expected the number of this update, 1 or more");
         StepScalars scalars{};
         scalars.lr = lr;
@@ -452,7 +455,7 @@ int tgk_adamw_update(tgk_context* context, const tgk_tensor* params, const tgk_t
 
 int tgk_newton_schulz(tgk_context* context, const tgk_tensor* x, int32_t coefficients, int32_t iterations) {
     const char* op = "tgk_newton_schulz";
-    return call(op, context, 1, {x}, [&](Tensors& t, tgk_context& c) {
+    return call(op, context, {1}, ARGUMENTS(x), [&](Tensors& t, tgk_context& c) {
         const int64_t bytes = newton_schulz_scratch(size(t[0], 0), size(t[0], 1), size(t[0], 2), t[0].dtype);
         newton_schulz(t[0], scratch(c, bytes), newton_schulz_of(op, coefficients, iterations), c.stream);
     });
@@ -462,7 +465,7 @@ int tgk_muon_update(tgk_context* context, const tgk_tensor* params, const tgk_te
                     float lr, float momentum, float weight_decay, float shape_scale, float grad_scale,
                     int32_t coefficients, int32_t iterations) {
     const char* op = "tgk_muon_update";
-    return call(op, context, 2, {params, m, grads}, [&](Tensors& tensors, tgk_context& c) {
+    return call(op, context, {2}, ARGUMENTS(params, m, grads), [&](Tensors& tensors, tgk_context& c) {
         const NewtonSchulz schedule = newton_schulz_of(op, coefficients, iterations);
         const Tensor& g = tensors[2];
         const int64_t batch = size(g, 0), rows = size(g, 1), columns = size(g, 2), n = batch * rows * columns;
@@ -497,7 +500,7 @@ int tgk_muon_update(tgk_context* context, const tgk_tensor* params, const tgk_te
 }
 
 int tgk_top_k(tgk_context* context, const tgk_tensor* values, const tgk_tensor* ids, const tgk_tensor* inp) {
-    return call("tgk_top_k", context, 2, {values, ids, inp}, [&](Tensors& t, tgk_context& c) {
+    return call("tgk_top_k", context, {2}, ARGUMENTS(values, ids, inp), [&](Tensors& t, tgk_context& c) {
         const int64_t bytes = top_k_scratch(size(t[2], 0), size(t[2], 1), size(t[0], 1));
         top_k(t[0], t[1], t[2], scratch(c, bytes), c.stream);
     });

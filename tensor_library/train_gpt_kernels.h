@@ -7,7 +7,9 @@
  * tensors of a call.
  *
  * Every call returns a tgk_status, and tgk_last_error() gives the message. Nothing is computed if an argument is wrong.
- * A tensor marked "or null" is optional and may be a null pointer.
+ * A tensor marked "or null" is optional and may be a null pointer. A tensor that is written must not share memory with
+ * another tensor of the call, nor its elements with each other. Exceptions are gelu, swiglu_backward and
+ * decay_gate_backward: their result may be an input itself, with the same shape and strides.
  *
  * Tensors are in host memory or on the GPU. Tensors on the GPU are used in place, and the call returns when the work is
  * queued (tgk_synchronize waits). The CPU library uses host tensors in place, and its calls return when the work is

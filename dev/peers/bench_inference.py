@@ -83,7 +83,7 @@ class Ours:
         self.bandwidth = s.get("read_bandwidth", 0)
         self.bytes_per_second = s["decode_bytes"] / s["decode_seconds"]
         self.texts = [sample["tokens"] for sample in result["samples"]]
-        return s["prompt_tokens"] / s["prefill_seconds"], s["completion_tokens"] / s["decode_seconds"]
+        return s["prompt_tokens"] / s["prefill_seconds"], s["decode_tokens"] / s["decode_seconds"]
 
 
 class Transformers:

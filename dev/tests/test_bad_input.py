@@ -11,6 +11,13 @@ from harness import MODEL, BaseRunTest, cuda, run
 
 
 class BadInputTest(BaseRunTest):
+    def fifo(self):
+        """A FIFO that no process writes to."""
+        path = os.path.join(self.top, "fifo")
+        if not os.path.exists(path):
+            os.mkfifo(path)
+        return path
+
     def test_wrong_flags(self):
         for words, args in (
             (["no command"], []),
@@ -46,7 +53,9 @@ class BadInputTest(BaseRunTest):
              self.train_args("x", "--optimizer", "muon", "--muon-coefficients", "cubic")),
             (["--lr 0", "scaled with it"], self.train_args("x", "--lr", 0, "--embedding-lr", 1e-3)),
             (["--schedule: cosin is not one of {cosine,"], self.train_args("x", "--schedule", "cosin")),
-            (["--config: /nonexistent.toml cannot be read"], ["train", "--config", "/nonexistent.toml"]),
+            (["--config: /nonexistent.toml: cannot open: No such file"], ["train", "--config", "/nonexistent.toml"]),
+            (["--config: /dev/zero: holds more than the 1048576 bytes"], ["train", "--config=/dev/zero"]),
+            (["--config: ", "is a FIFO that no process writes to"], ["train", "--config", self.fifo()]),
             (["--temperature"], ["sample", "--model", self.base, "--temperature", "-1"]),
             (["--tokens", "'x'"], ["logits", "--model", self.base, "--tokens", "1 x", "--output", "x.npy"]),
             (["--seed"], ["sample", "--model", self.base, "--seed", "-1"]),
@@ -118,6 +127,12 @@ class BadInputTest(BaseRunTest):
             (["/nonexistent"], ["info", "/nonexistent"]),
             (["/nonexistent"], ["sample", "--model", base, "--prompt-file", "/nonexistent"]),
             ([data], ["sample", "--model", base, "--prompt-file", data]),
+            *(([endless, "more than the 67108864 bytes"], [*args, endless]) for endless in ["/dev/zero"] for args in (
+                ["sample", "--model", base, "--prompt-file"], ["eval", "--model", base, "--multiple-choice"],
+                [*self.train_args("x"), "--sample-every", 1, "--sample-prompts"],
+                [*self.train_args("x"), "--eval-multiple-choice"])),
+            (["is a FIFO"], ["sample", "--model", base, "--prompt-file", self.fifo()]),
+            (["is a FIFO"], ["info", self.fifo()]),
             (["/nonexistent/x.npy"], ["logits", "--model", base, "--tokens", "1", "--output", "/nonexistent/x.npy"]),
             (["neither a config.json", "gpt2-124M"], ["sample", "--model", top, "--prompt", "x"]),
             (["tokenizer.json"], ["sample", "--model", "gpt2-tiny", "--prompt", "x"]),

@@ -47,7 +47,7 @@ class ChatTest(TrainingTest):
         self.assertIn("a context of 7 tokens has no room for the 6 that start every conversation; "
                       "raise --context to at least 8", small.stderr)
         self.assertIn("tokenizer_config.json: chat_template", first.stderr)
-        self.assertIn("completion: 5 tokens", first.stderr)
+        self.assertIn("completion: 6 tokens, 5 of them by decode steps", first.stderr)
         twice = chat("Hi\n/reset\n\nHi\n/exit\nnever read\n")
         responses = twice.stdout.split("> ")
         self.assertEqual(len(responses), 6, twice.stdout)
@@ -118,6 +118,26 @@ class ChatTest(TrainingTest):
         self.assertIn(b"sample: prompt 1: 2 bytes are not in the tokenizer's vocabulary", missing.stderr)
         full = chat("Hi\n" * 4, "--context-full", "stop")
         self.assertIn("the context is full", full.stdout)
+        with open("/dev/zero", "rb") as zeros:
+            endless = subprocess.run([DRIVER, "chat", "--model", model], stdin=zeros, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                     timeout=120)
+        self.assertEqual(endless.returncode, 1)
+        self.assertIn(b"chat: the input has a line of more than 1048576 bytes; a user turn is one line", endless.stderr)
+        # Turns that are dropped are named, and so is a turn that does not fit; the conversation continues.
+        self.assertRegex(chat("Hi\n" * 4).stdout, r"\(the context is full: \d+ tokens do not fit into 60; the oldest "
+                                                r"(turn is|\d turns are) dropped\)")
+        long = "x" * 70
+        for more in [], ["--context-full", "stop"]:
+            spoken = chat(f"Hi\n{long}\nHi\n", *more)
+            self.assertEqual(spoken.returncode, 0, spoken.stderr)
+            needed = turn - len("Hi") + 70
+            self.assertIn(f"(this turn needs a prompt of {needed} tokens and was left out, because the context has 60; shorten "
+                          "it or raise --context)", spoken.stdout)
+            self.assertEqual(spoken.stdout.count("> "), 4)
+            self.assertEqual(prompt_tokens(f"Hi\n{long}\nHi\n", *more)[0], turn + left + turn)
+        asked = chat(f"{long}\n", "--context-full", "slide")
+        self.assertIn(f"(a prompt of {needed} tokens exceeds the context of 60: the model reads the first 6 and the last 27",
+                      asked.stdout)
 
     def test_sample_prompts_are_user_turns_of_a_chat_template(self):
         base = self.train("asked_base", "--steps", 1, "--vocab-size", 300)

@@ -2,7 +2,6 @@
 #include "runtime/console.h"
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <iostream>
 
@@ -37,12 +36,17 @@ TEST(Console, TextIsUnchanged) {
     EXPECT_EQ(escaped("\xE2\x9B\x84 \xF0\x9F\x9B\x80"), "\xE2\x9B\x84 \xF0\x9F\x9B\x80");  // bytes 9B inside characters
 }
 
-TEST(Console, OnlyTerminalsAreEscaped) {
-    int ends[2];
-    ASSERT_EQ(pipe(ends), 0);
-    EXPECT_EQ(for_output(ends[1], "\x1b[31m"), "\x1b[31m");
-    close(ends[0]);
-    close(ends[1]);
+TEST(Console, ResultsAreEscapedOnTerminalsMessagesEverywhere) {
+    testing::internal::CaptureStdout();
+    testing::internal::CaptureStderr();
+    {
+        Console console;
+        std::cout << "\x1b[31m" << std::flush;
+        std::cerr << "\x1b[31m" << std::flush;
+    }
+    EXPECT_EQ(testing::internal::GetCapturedStdout(), "\x1b[31m");
+    EXPECT_EQ(testing::internal::GetCapturedStderr(), "\\x1b[31m");
+    EXPECT_EQ(for_stderr("\x1b[31m"), "\\x1b[31m");
 }
 
 TEST(Console, AnErrorGetsALineOfItsOwn) {

@@ -7,10 +7,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <random>
+#include <thread>
 
 #include "dev/tests/temp_dir.h"
 #include "runtime/device/convert_dtype.h"
@@ -47,6 +49,20 @@ TEST(Files, ReadErrorsNameThePath) {
 TEST(Files, ReadsFilesOfUnknownSize) {
     EXPECT_NE(read_file("/proc/self/status").find("Pid:"), std::string::npos);
     expect_error([&] { read_file("/dev/zero", 1000000); }, {"/dev/zero", "more than the 1000000"});
+    expect_error([&] { read_file("/dev/zero"); }, {"/dev/zero", "more than the 67108864 bytes that are read here"});
+    EXPECT_EQ(read_file("/dev/null"), "");
+    const TempDir dir;
+    const std::string fifo = dir.file("fifo");
+    ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+    std::thread writer([&] {
+        FileWriter out(fifo);  // opens when the reader has opened it
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        out.write("12345", 5);
+        out.finish();
+    });
+    EXPECT_EQ(read_file(fifo), "12345");
+    writer.join();
+    expect_error([&] { read_file(fifo); }, {fifo, "is a FIFO that no process writes to; name a file"});
 }
 
 TEST(Files, WriteErrorsLeaveTheOldFile) {

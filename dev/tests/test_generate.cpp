@@ -6,6 +6,7 @@
 #include <memory>
 #include <sstream>
 
+#include "dev/tests/test_util.h"
 #include "dev/tests/tokenizer_fixture.h"
 #include "infer/prompts.h"
 #include "infer/sample_output.h"
@@ -83,22 +84,38 @@ TEST(Completion, EndsAtLimitsAndEndTokens) {
 }
 
 TEST(ContextPolicy, Check) {
-    for (const int64_t keep : {0, 5, 6}) (ContextPolicy{true, keep}.check(8, 100));  // a longer prompt slides
+    for (const int64_t keep : {0, 5, 6}) (ContextPolicy{true, keep, true}.check(8, 100));  // a longer prompt slides
     for (const int64_t keep : {int64_t(-1), int64_t(7), INT64_MAX})
         EXPECT_THROW((ContextPolicy{true, keep}.check(8, 1)), Error) << keep;
     (ContextPolicy{false, 7}.check(8, 8));
-    EXPECT_THROW((ContextPolicy{false, 0}.check(8, 9)), Error);
+    expect_error(
+        [] {
+            ContextPolicy{false, 0}.check(8, 9);
+        },
+        "a prompt of 9 tokens exceeds the context of 8; shorten the prompt or raise --context");
+    expect_error([] { ContextPolicy{}.check(8, 9); },
+                 "a prompt of 9 tokens exceeds the context of 8; shorten the prompt or raise --context; --context-full "
+                 "slide cuts it");
+    EXPECT_EQ((ContextPolicy{true, 0, true}.cut_note(8, 8)), "");
+    EXPECT_EQ((ContextPolicy{true, 0, true}.cut_note(64, 180)),
+              "a prompt of 180 tokens exceeds the context of 64: the model reads the last 32 of them");
+    EXPECT_EQ((ContextPolicy{true, 3, true}.cut_note(8, 9)),
+              "a prompt of 9 tokens exceeds the context of 8: the model reads the first 3 and the last 2 of them");
 }
 
 TEST(Prompts, SeparatedByLinesOfDashes) {
     using Strings = std::vector<std::string>;
-    EXPECT_EQ(split_prompts("one\ntwo\n"), (Strings{"one\ntwo\n"}));  // a single prompt is the whole file
+    EXPECT_EQ(split_prompts("one\ntwo\n"), (Strings{"one\ntwo"}));
+    EXPECT_EQ(split_prompts("one\n\n"), (Strings{"one\n"}));
+    EXPECT_EQ(split_prompts("\xEF\xBB\xBFone\n---\n\xEF\xBB\xBFtwo"), (Strings{"one", "\xEF\xBB\xBFtwo"}));
+    EXPECT_EQ(split_prompts("\xEF\xBB\xBF"), (Strings{""}));
+    EXPECT_EQ(split_prompts("\n"), (Strings{""}));
     EXPECT_EQ(split_prompts("one\n---\ntwo\n"), (Strings{"one", "two"}));
     EXPECT_EQ(split_prompts("one\n\n---\n--- no\n---\n"), (Strings{"one\n", "--- no", ""}));
     EXPECT_EQ(split_prompts("---\na"), (Strings{"", "a"}));
     EXPECT_EQ(split_prompts(""), (Strings{""}));
     EXPECT_EQ(split_prompts("one\r\n\r\n---\r\ntwo\r\n"), (Strings{"one\r\n", "two"}));
-    EXPECT_EQ(split_prompts("one\r\n"), (Strings{"one\r\n"}));
+    EXPECT_EQ(split_prompts("one\r\n"), (Strings{"one"}));
     EXPECT_EQ(split_prompts("one\r\n---\ntwo\r"), (Strings{"one", "two\r"}));
 }
 
@@ -144,14 +161,16 @@ TEST(SampleOutput, StatisticsAddUp) {
     s.prompt_tokens = 100;
     s.prefill_seconds = 0.5;
     EXPECT_EQ(statistics_text(s, 0), "prompt: 100 tokens in 0.500 s, 200 tokens/s\n");
-    s.completion_tokens = 60;
+    s.completion_tokens = 63;
+    s.decode_tokens = 60;
     s.steps = 20;
     s.step_sequences = 60;
     s.step_bytes = 4000000000;
     s.decode_seconds = 2;
     EXPECT_EQ(statistics_text(s, 8e9),
-              "prompt: 100 tokens in 0.500 s, 200 tokens/s\ncompletion: 60 tokens in 2.000 s, 30.0 tokens/s, 10.0 for "
-              "each sequence, weights and cache read at 2.0 GB/s, 25% of the 8.0 GB/s measured\n");
+              "prompt: 100 tokens in 0.500 s, 200 tokens/s\ncompletion: 63 tokens, 60 of them by decode steps in "
+              "2.000 s, 30.0 tokens/s, 10.0 for each sequence, weights and cache read at 2.0 GB/s, 25% of the 8.0 GB/s "
+              "measured\n");
 }
 
 }  // namespace

@@ -36,8 +36,10 @@ TEST(Generation, FreedSlotsTakeWaitingRequests) {
         const GenerateStatistics s =
             generate(g.engine, job.requests, {}, {}, [&](const Request& r) { done.push_back(r.sequence); });
         std::vector<std::vector<int32_t>> tokens;
+        int64_t in_completions = 0;
         for (const Completion& a : job.completions) {
             tokens.push_back(a.tokens());
+            in_completions += int64_t(a.tokens().size());
             EXPECT_TRUE(a.finish() == std::string("eos") ||
                         (a.finish() == std::string("length") && a.tokens().size() == 12));
             ended_early |= a.finish() == std::string("eos");
@@ -45,6 +47,7 @@ TEST(Generation, FreedSlotsTakeWaitingRequests) {
         if (first.empty()) first = tokens;
         EXPECT_EQ(tokens, first) << slots << " slots";
         EXPECT_EQ(done.size(), prompts.size());
+        EXPECT_EQ(s.completion_tokens, in_completions) << slots << " slots";
         EXPECT_GT(s.steps, 0);
     }
     EXPECT_TRUE(ended_early) << "no sequence ended early; choose other end tokens";

@@ -117,6 +117,11 @@ TEST(Questions, EndingsAreScoredInPackedBatches) {
     ASSERT_EQ(small.passes.size(), 3u);
     EXPECT_EQ(small.passes[0].tokens, (std::vector<int32_t>{8, 1, 2}));
     EXPECT_EQ(small.passes[2].tokens, (std::vector<int32_t>{2, 3, 6}));
+    EXPECT_EQ(cut_choices_note(choices, 1, 3),
+              "1 of 3 endings with their contexts are longer than --seq-len 3 and lose their beginning; raise "
+              "--seq-len");
+    EXPECT_EQ(cut_choices_note(choices, 0, 4), "");
+    EXPECT_NE(cut_choices_note({{{4, 5, 6}, 0, 2}}, 0, 2), "");  // the input in front of it is cut
 }
 
 TEST(Questions, AccuracyCountsTheMostLikelyEnding) {

@@ -30,6 +30,22 @@ class SampleTest(BaseRunTest):
         beyond = run("sample", "--model", self.base, "--max-tokens", 80, "--ignore-eos")
         self.assertEqual(beyond.returncode, 0, beyond.stderr)
 
+    def test_prompt_longer_than_the_context(self):
+        """An error that names both lengths; a note where sliding was asked for, and the model reads what it says."""
+        args = ["sample", "--model", self.base, "--max-tokens", 4, "--ignore-eos", "--temperature", 0, "--json"]
+        once, twice = (json.loads(run(*args, "--prompt", "\n" * n).stdout)["statistics"]["prompt_tokens"] for n in (10, 20))
+        self.assertEqual(twice, 2 * once)
+        long, read = "\n" * 200, 20 * once
+        for more in [], ["--context-full", "stop"], ["--context", 20]:
+            limit = 20 if "--context" in more else 64
+            self.refused(1, [f"a prompt of {read} tokens exceeds the context of {limit}; shorten the prompt"],
+                         *args, "--prompt", long, *more)
+        slid = run(*args, "--prompt", long, "--context", 20, "--context-full", "slide")
+        self.assertEqual(slid.returncode, 0, slid.stderr)
+        self.assertIn(f"sample: prompt 1: a prompt of {read} tokens exceeds the context of 20: the model reads the last 10 "
+                      "of them", slid.stderr)
+        self.assertEqual(json.loads(slid.stdout)["statistics"]["prompt_tokens"], 10)
+
     def test_sample_a_batch(self):
         """Prompts of a file run as a batch and give the same completions as each alone."""
         prompts = ["The ", "It was a", "x", "And then he"]
@@ -40,6 +56,14 @@ class SampleTest(BaseRunTest):
         together = run(*args, "--prompt-file", path).stdout
         alone = "---\n".join(run(*args, "--prompt", prompt).stdout for prompt in prompts)
         self.assertEqual(together, alone)
+        # A file of one prompt is that prompt: without the newline at its end and a byte order mark.
+        with open(path, "wb") as file:
+            file.write(b"\xef\xbb\xbfThe \r\n")
+        one = json.loads(run(*args, "--prompt-file", path, "--json").stdout)
+        self.assertEqual((one["samples"][0]["prompt"], one["statistics"]["completion_tokens"]), ("The ", 12))
+        self.assertEqual(one["samples"], json.loads(run(*args, "--prompt", "The ", "--json").stdout)["samples"])
+        with open(path, "w") as file:
+            file.write("\n---\n".join(prompts) + "\n")
         two_at_a_time = run(*args, "--prompt-file", path, "--batch-size", 2)
         self.assertEqual(two_at_a_time.stdout, alone)
         self.assertIn("tokens/s", two_at_a_time.stderr)

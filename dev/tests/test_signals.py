@@ -2,6 +2,7 @@
 """Signals, closed streams and terminals: a run that is told to stop saves its last complete step, one whose output goes
 away goes on, and a terminal is shown no control characters. TRAIN_GPT names the driver."""
 import glob
+import json
 import os
 import pty
 import random
@@ -246,7 +247,8 @@ class SignalsTest(unittest.TestCase):
         return shown
 
     def test_control_characters_are_escaped_on_a_terminal(self):
-        """Those of generated text, file names and error messages. Elsewhere they are written as they are."""
+        """Those of generated text, file names and error messages. Elsewhere results are written as they are, and messages
+        are escaped too, because a log is shown on a terminal later."""
         def controls(shown):
             return [c for c in shown if c < 32 and c not in b"\n\t"]
 
@@ -266,7 +268,19 @@ class SignalsTest(unittest.TestCase):
         self.assertIn(b"\\x%02x" % raw[0], shown)
         missing = ["eval", "--model", "no\x1b[31msuch", "--data", self.data]
         self.assertIn(b"no\\x1b[31msuch: no such model", self.on_terminal(*missing))
-        self.assertIn(b"no\x1b[31msuch: no such model", piped(*missing).stderr)
+        self.assertIn(b"no\\x1b[31msuch: no such model", piped(*missing).stderr)
+        # Names that come from files: in errors, and in the lines of info.
+        adapter = os.path.join(self.top, "adapter")
+        os.mkdir(adapter)
+        with open(os.path.join(adapter, "adapter_config.json"), "w") as file:
+            json.dump({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],
+                       "base_model_name_or_path": "base\x1b]0;title\x07\x9b31m\nforged line"}, file)
+        for args in ["eval", "--model", adapter, "--data", self.data], ["info", adapter]:
+            shown = piped(*args)
+            text = shown.stdout + shown.stderr
+            self.assertIn(b"base\\x1b]0;title\\x07\\x9b31m", text)
+            self.assertNotIn(b"\nforged", text)
+            self.assertEqual(controls(text), [])
 
     def test_loss_tokens_are_coloured_on_a_terminal(self):
         source = os.path.join(self.top, "pairs.jsonl")

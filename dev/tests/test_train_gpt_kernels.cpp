@@ -90,7 +90,7 @@ TEST_F(CInterface, ErrorsNameTheFault) {
     expect_refused(tgk_map(context, function("add"), &good, &inp),
                    "tensor_map: add is a function of 2 arguments, expected one of 1");
     expect_refused(tgk_map(context, 0, &good, nullptr), "tensor_map: inp is missing");
-    expect_refused(tgk_map(context, 0, &inp, &inp), "tensor_map: out overlaps inp; give it memory of its own");
+    expect_refused(tgk_map(context, 0, &inp, &inp), "tgk_map: out overlaps inp; give it memory of its own");
     tgk_tensor bad = good;
     bad.rank = 9;
     expect_refused(tgk_map(context, 0, &bad, &inp), "tgk_map: a tensor has 9 dimensions, expected 0 to 8");
@@ -116,7 +116,9 @@ TEST_F(CInterface, ErrorsNameTheFault) {
                        "tgk_map: a tensor lies on a GPU, and this library was built for the CPU");
     }
     expect_refused(tgk_create(nullptr), "tgk_create: the pointer for the context is null");
-    expect_refused(tgk_adamw_update(context, &good, &good, &good, &good, 0, 0, 0, 0, 0, 1, 0),
+    std::vector<float> params(6), m(6), v(6);
+    const tgk_tensor p1 = host(params, {6}), m1 = host(m, {6}), v1 = host(v, {6}), g1 = host(out, {6});
+    expect_refused(tgk_adamw_update(context, &p1, &m1, &v1, &g1, 0, 0, 0, 0, 0, 1, 0),
                    "tgk_adamw_update: t is 0, expected the number of this update, 1 or more");
 
     // Failures of another thread have their own message.
@@ -208,6 +210,70 @@ TEST_F(CInterface, HostTensorsMayShareMemory) {
     const tgk_tensor t = host(x, {4, 16});
     ASSERT_EQ(tgk_gelu_forward(context, &t, &t), TGK_OK) << tgk_last_error();
     expect_reference(x, ref, 1);
+}
+
+// A kernel writes some results before it has read all of its inputs, so shared memory would give wrong numbers.
+TEST_F(CInterface, ResultsNeedMemoryOfTheirOwn) {
+    std::vector<float> x = random(64, 1), y = random(64, 2), z(64);
+    const std::vector<float> before = x;
+    const tgk_tensor a = host(x, {8, 8}), b = host(y, {8, 8}), c = host(z, {8, 8});
+    tgk_context* k = context;
+    expect_refused(tgk_matmul(k, &a, &a, &b, 0, 0, 0), "tgk_matmul: out overlaps a; give it memory of its own");
+    expect_refused(tgk_matmul(k, &b, &a, &b, 0, 0, 1), "tgk_matmul: out overlaps b; give it memory of its own");
+    expect_refused(tgk_matmul_backward_input(k, &b, &a, &b, 0),
+                   "tgk_matmul_backward_input: dinp overlaps weight; give it memory of its own");
+    tgk_tensor row = a, shifted = a;
+    row.rank = 1;
+    row.stride[0] = 1;
+    expect_refused(tgk_layernorm_forward(k, &c, &a, nullptr, nullptr, &b, nullptr, &row, nullptr, 1e-5f),
+                   "tgk_layernorm_forward: sum overlaps weight; give it memory of its own");
+    expect_refused(tgk_softmax_forward(k, &a, &a, nullptr, 8, 1, 0),
+                   "tgk_softmax_forward: out overlaps inp; give it memory of its own");
+    expect_refused(tgk_adamw_update(k, &row, &row, &row, &row, 0, 0, 0, 0, 0, 1, 1),
+                   "tgk_adamw_update: params overlaps m; give it memory of its own");
+    expect_refused(tgk_top_k(k, &a, &a, &b), "tgk_top_k: values overlaps ids; give it memory of its own");
+    // Elementwise, but not element by element the same memory.
+    shifted.data = x.data() + 1;
+    shifted.shape[0] = 7;
+    tgk_tensor fewer = a;
+    fewer.shape[0] = 7;
+    expect_refused(tgk_gelu_forward(k, &shifted, &fewer),
+                   "tgk_gelu_forward: out overlaps inp; give it memory of its own");
+    // One element twice in a result.
+    tgk_tensor heads = host(x, {2, 4, 8});
+    heads.stride[0] = 0;
+    const std::vector<int32_t> ids = {0, 1};
+    const tgk_tensor positions = host(ids.data(), TGK_I32, {2});
+    expect_refused(tgk_rope(k, &heads, &positions, &c, 0),
+                   "tgk_rope: x [2, 4, 8] has a stride of 0 in dimension 0: its elements overlap each other");
+    EXPECT_EQ(x, before);
+}
+
+// The result may be an input where each element depends on the same elements alone.
+TEST_F(CInterface, ElementwiseOperationsWorkInPlace) {
+    const auto expect_in_place = [&](const char* name, int64_t columns, int operand, auto call) {
+        std::vector<float> inputs[2] = {random(16 * columns, 1), random(16 * columns, 2)}, out(size_t(16 * columns));
+        for (float& gate : inputs[1]) gate = -std::abs(gate);  // a decay gate is at most 0
+        const tgk_tensor to = host(out, {16, columns});
+        tgk_tensor from[2] = {host(inputs[0], {16, columns}), host(inputs[1], {16, columns})};
+        ASSERT_EQ(call(&to, &from[0], &from[1]), TGK_OK) << name << ": " << tgk_last_error();
+        ASSERT_EQ(call(&from[operand], &from[0], &from[1]), TGK_OK) << name << ": " << tgk_last_error();
+        EXPECT_EQ(inputs[operand], out) << name;
+    };
+    tgk_context* k = context;
+    using T = const tgk_tensor*;
+    expect_in_place("gelu_forward", 40, 0, [&](T out, T x, T) { return tgk_gelu_forward(k, out, x); });
+    for (const int operand : {0, 1}) {
+        expect_in_place("gelu_backward", 40, operand, [&](T out, T d, T x) { return tgk_gelu_backward(k, out, d, x); });
+        expect_in_place("decay_gate_backward", 40, operand,
+                        [&](T out, T d, T g) { return tgk_decay_gate_backward(k, out, d, g); });
+    }
+    expect_in_place("swiglu_backward", 40, 1, [&](T out, T d, T x) {
+        tgk_tensor half = *d;
+        half.shape[1] = 20;
+        half.stride[0] = 20;
+        return tgk_swiglu_backward(k, out, &half, x);
+    });
 }
 
 TEST_F(CInterface, EmptyTensorsNeedNoMemory) {

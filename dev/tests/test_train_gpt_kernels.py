@@ -216,6 +216,7 @@ class TensorOperations(KernelsTest):
                 (TypeError, "inp is complex64, expected one of", lambda: k.map("neg", x.astype(np.complex64))),
                 (TypeError, "byte order", lambda: k.map("neg", x.astype(">f4"))),
                 (ValueError, "overlaps inp", lambda: k.map("neg", x, out=x)),
+                (ValueError, "^tgk_matmul: out overlaps a;", lambda: k.matmul(x, x[:, :3].copy(), True, True, out=x)),
                 (ValueError, "overlaps inp", lambda: k.map("neg", x[:, :2], out=x[:, 1:3])),
                 (ValueError, "out is read-only", lambda: k.map("neg", x, out=np.broadcast_to(x[0], (3, 4)))),
                 (ValueError, "inp .* does not broadcast", lambda: k.map("neg", x, out=np.ones((2, 4), np.float32))),
@@ -235,7 +236,7 @@ class TensorOperations(KernelsTest):
                 (TypeError, "params is None", lambda: k.adamw_update(None, x[0], x[1], x[2], 1)),
                 (TypeError, "x is None", lambda: k.rope(None, np.arange(3, dtype=np.int32), k.rope_table(3, 4))),
                 (ValueError, "top_k: k is 5, expected 1 to 4", lambda: k.top_k(x, 5)),
-                (ValueError, "muon_update: m is fp32", lambda: k.muon_update(x[None], x[None, :2].copy(), x[None])),
+                (ValueError, "muon_update: m is fp32", lambda: k.muon_update(x[None].copy(), x[None, :2].copy(), x[None])),
                 (TypeError, "newton_schulz: x is float16", lambda: k.newton_schulz(x[None].astype(np.float16))),
                 (ValueError, "adamw_update: t is 0", lambda: k.adamw_update(x[0], x[1], x[2], np.ones(4, np.float32), 0))]:
             with self.subTest(message):
@@ -253,7 +254,7 @@ class TensorOperations(KernelsTest):
         q, ids, lse = x.reshape(3, 1, 4), np.arange(3, dtype=np.int32), np.ones((1, 3), np.float32)
         state = np.ones((3, 1, 4, 4), np.float32), np.ones((3, 1, 4), np.float32)
         values = {"function": "add", "axis": 0, "state": state, "q": q, "k": q, "v": q, "lse": lse, "norm": lse,
-                  "weight": row, "bias": row, "mean": rows, "rstd": rows, "params": row, "m": row.copy(), "grads": row,
+                  "weight": row, "bias": row, "mean": rows, "rstd": rows, "params": row, "m": row.copy(), "grads": row.copy(),
                   "t": 1, "positions": ids}
         linear = {"weight": x, "bias": rows}
         special = {"map": {"function": "neg"}, "tensor_matmul": {"b": x.T}, "adamw_update": {"v": row.copy()},

@@ -244,7 +244,7 @@ class LocalRanks {
 
     // On a terminal this clears rank 0's progress line first.
     static void write_line(const std::string& line) {
-        const std::string text = str(isatty(STDERR_FILENO) ? "\r\033[K" : "", for_output(STDERR_FILENO, line), "\n");
+        const std::string text = str(isatty(STDERR_FILENO) ? "\r\033[K" : "", for_stderr(line), "\n");
         for (size_t done = 0; done < text.size();) {
             const ssize_t n = write(STDERR_FILENO, text.data() + done, text.size() - done);
             if (n < 0 && errno != EINTR) return;

@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <glob.h>
+#include <poll.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -126,14 +127,36 @@ void throw_system_error(const std::string& path, const char* action, int error) 
         str(path.empty() ? "(empty path)" : path, ": cannot ", action, ": ", std::strerror(error), remedy(error)));
 }
 
+namespace {
+
+// Of an open file that does not block: reading blocks from now on, and a FIFO has a writer. Without one, opening it
+// would wait for ever without a word. Returns what was read.
+std::string wait_for_writer(int fd, const std::string& path, bool fifo) {
+    constexpr int WAIT_MS = 5000;
+    pollfd event{fd, POLLIN, 0};
+    std::string first;
+    if (fifo && ::poll(&event, 1, WAIT_MS) == 0) {
+        char byte;
+        const ssize_t n = ::read(fd, &byte, 1);  // 0 if there is no writer; EAGAIN if it has not written
+        require(n != 0, path, ": is a FIFO that no process writes to; name a file");
+        first.assign(n > 0, byte);
+    }
+    ::fcntl(fd, F_SETFL, 0);
+    return first;
+}
+
+}  // namespace
+
 std::string read_file(const std::string& path, int64_t limit) {
-    const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
     if (file.fd < 0) throw_system_error(path, "open", errno);
     struct stat info;
     if (::fstat(file.fd, &info) != 0) throw_system_error(path, "read", errno);
     if (S_ISDIR(info.st_mode)) throw_system_error(path, "read", EISDIR);
+    // What has no size may have no end.
+    if (!S_ISREG(info.st_mode)) limit = std::min(limit, int64_t(1) << 26);
     require(info.st_size <= limit, path, ": is ", info.st_size, " bytes, more than the ", limit, " that are read here");
-    std::string bytes;
+    std::string bytes = wait_for_writer(file.fd, path, S_ISFIFO(info.st_mode));
     if (info.st_size > 0) bytes.reserve(size_t(info.st_size) + 1);
     // Read to the end rather than to st_size: pipes and /proc have no size.
     for (;;) {

@@ -110,7 +110,7 @@ void Progress::step(int64_t step, const std::string& text) {
 void Progress::note(const std::string& line) {
     if (!shown) return;
     clear();
-    std::fprintf(stderr, "%s\n", for_output(STDERR_FILENO, line).c_str());
+    std::fprintf(stderr, "%s\n", for_stderr(line).c_str());
 }
 
 void Progress::finish() {
