@@ -6,6 +6,26 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .SECONDARY:
 
+# What somebody gives as a variable is data: make expands nothing in it, and recipes read what belongs to Python from the
+# environment ("$$TEXT"), so that no shell reads it as a command. The others are words of command lines, and a word that a
+# shell would read otherwise is an error.
+DATA_VARIABLES := CORPUS DESTDIR EXT GPUS NAME OUT PART PREFIX STEPS TEXT TOKENIZER VAL VAL_TEXT VOCAB
+WORD_VARIABLES := ARCH BACKEND BUILD CC CUBLAS_HOME CUDA_HOME CXX DEBUG DEPS JUMBO MPI NCCL_HOME NVCC ONEDNN OP PCRE2 SANITIZE V \
+                  WERROR
+define NEWLINE
+
+
+endef
+SHELL_CHARACTERS := ` " ' $$ \ ; & | < > ( ) { } [ ] ! ? \#
+# The characters in variable $(1) that a shell would not leave as they are.
+shell_characters = $(strip $(foreach c,$(SHELL_CHARACTERS),$(findstring $(c),$(value $(1)))) \
+    $(if $(findstring $(NEWLINE),$(value $(1))),a line end) \
+    $(if $(filter-out ARCH CC CUDA CXX OP,$(1)),$(if $(word 2,$(value $(1))),a space)))
+check_words = $(if $(call shell_characters,$(1)),$(error $(1)=$(subst $(NEWLINE), ,$(value $(1))) holds $(call \
+    shell_characters,$(1)), which a shell does not leave as it is: use names without))
+$(foreach v,$(WORD_VARIABLES),$(call check_words,$(v)))
+$(foreach v,$(DATA_VARIABLES),$(if $(value $(v)),$(eval override $(v) := $$(value $(v)))$(eval export $(v))))
+
 ## Variables, all optional:
 ## BACKEND=cpu|cuda             cuda where there are a GPU and nvcc, else cpu
 ## ARCH="80 90a"                GPU architectures, or all; by default the GPUs' here, else 90a
@@ -19,6 +39,7 @@ SHELL := /bin/bash
 ## PCRE2=DIR                    a PCRE2 newer than the system's, in DIR/include and DIR/lib (newer Unicode)
 ## JUMBO=1                      compile many sources at once: a whole build takes less time, a repeated one more
 ## PART=1/3                     with test: every third file only, from the first on; 2/3 and 3/3 are the rest
+## PREFIX=/usr/local DESTDIR=     where `make install` puts the driver
 ## DEPS=no                      never install anything
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
@@ -29,7 +50,7 @@ ifeq ($(MAKELEVEL),0)
   MAKEFLAGS += -j$(shell nproc)# all cores, unless the command line says otherwise
 endif
 COMMA := ,
-STARTED := $(shell date +%s)
+override STARTED := $(shell date +%s)
 
 # ---- what the machine has ---------------------------------------------------------------------------------------------
 # This comes before anything else, because a newly installed library changes how the rest is compiled.
@@ -105,6 +126,7 @@ ifeq ($(BACKEND),cuda)
   ifneq ($(BUILDING),)
     CUDA := $(shell $(FIND_CUDA))
     $(if $(CUDA),,$(error stopped: see above))
+    $(call check_words,CUDA)
   endif
   cuda = $(patsubst $(1)=%,%,$(filter $(1)=%,$(CUDA)))
   ARCHS := $(call cuda,arch)
@@ -173,12 +195,13 @@ DATA_LIB_OBJECTS := $(if $(JUMBO),$(BUILD)/data/library/jumbo.cpp.o,$(DATA_LIB_S
 
 # ---- rules ------------------------------------------------------------------------------------------------------------
 # The stamps change only when their text does: another flag, compiler or library recompiles, a removed source re-archives.
+quoted = '$(subst ','\'',$(1))'
 $(BUILD)/flags: STAMP = $(COMPILE) $(PREPROCESS) $(CPPFLAGS) $(COMPILE_CU) $(LIBS) $(LDLIBS) $(shell $(CXX) --version | head -n1)
 $(BUILD)/sources: STAMP = $(OBJECTS)
 $(BUILD)/onednn: STAMP = $(ONEDNN_FLAGS)
 $(BUILD)/flags $(BUILD)/sources $(BUILD)/onednn: FORCE
 	@mkdir -p $(@D)
-	@echo '$(STAMP)' | cmp -s - $@ || echo '$(STAMP)' > $@
+	@echo $(call quoted,$(STAMP)) | cmp -s - $@ || echo $(call quoted,$(STAMP)) > $@
 
 $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -305,27 +328,28 @@ lib: $(KERNEL_LIB) $(DATA_LIB)  ## the kernels as a shared library with a C inte
 release:  ## the CUDA driver for all architectures of ARCH=all, in build/cuda-release
 	@$(MAKE) --no-print-directory BACKEND=cuda ARCH=all BUILD=build/cuda-release train_gpt
 
-PREFIX ?= /usr/local
 install: all  ## copy the driver to PREFIX/bin (PREFIX=/usr/local, below DESTDIR); as root where PREFIX needs it
-	install -D -m 755 $(DRIVER) "$(DESTDIR)$(PREFIX)/bin/train_gpt"
+	install -D -m 755 $(DRIVER) "$$DESTDIR$${PREFIX:-/usr/local}/bin/train_gpt"
 
 uninstall:  ## remove what `make install` copied
-	rm -f "$(DESTDIR)$(PREFIX)/bin/train_gpt"
+	rm -f "$$DESTDIR$${PREFIX:-/usr/local}/bin/train_gpt"
 
 train: all $(PYTHON) $(DATA_LIB)  ## the quick start: data, training into runs/quickstart, evaluation, loss curve, a sample
 	@echo "--- compiled: $$(($$(date +%s) - $(STARTED))) s"
-	@GPUS="$(GPUS)" scripts/run_quickstart.sh $(DRIVER)
+	@scripts/run_quickstart.sh $(DRIVER)
 
+# An option of make_data.py where its variable is given: $(1) is both names.
+given = $(if $($(firstword $(1))),--$(lastword $(1))="$$$(firstword $(1))")
 data: $(PYTHON) $(DATA_LIB)  ## tokenise the quick start's corpus, CORPUS=linux, or your own: TEXT=file|folder [VAL_TEXT=file|folder] [NAME=] [TOKENIZER=byte|bpe|gpt2|DIR] [VOCAB=4096] [VAL=0.05] [EXT=.c,.h]
 ifdef CORPUS
-	@$(if $(filter-out linux,$(CORPUS)),echo "CORPUS=$(CORPUS) is unknown: it is linux$(COMMA) or give TEXT=file|folder." >&2; exit 1)
+	@$(if $(filter-out linux,$(CORPUS)),echo "CORPUS=$$CORPUS is unknown: it is linux$(COMMA) or give TEXT=file|folder." >&2; exit 1)
 	@$(if $(TEXT)$(VAL_TEXT)$(VAL)$(EXT),echo "CORPUS=linux has its own text: leave out TEXT$(COMMA) VAL_TEXT$(COMMA) VAL and EXT." >&2; exit 1)
-	@if [ -e "data/tokens/$(or $(NAME),linux)/meta.json" ]; then echo "data/tokens/$(or $(NAME),linux) exists already (remove it, or give another NAME)"; \
-	    else $(PYTHON) scripts/fetch_linux.py && $(PYTHON) data/make_data.py --name "$(or $(NAME),linux)" --text data/text/linux/train \
-	    --val-text data/text/linux/val --tokenizer "$(or $(TOKENIZER),bpe)" --vocab $(or $(VOCAB),32768); fi
+	@name=$${NAME:-linux}; if [ -e "data/tokens/$$name/meta.json" ]; then echo "data/tokens/$$name exists already (remove it, or give another NAME)"; \
+	    else $(PYTHON) scripts/fetch_linux.py && $(PYTHON) data/make_data.py --name="$$name" --text data/text/linux/train \
+	    --val-text data/text/linux/val --tokenizer="$${TOKENIZER:-bpe}" --vocab="$${VOCAB:-32768}"; fi
 else ifdef TEXT
-	@$(PYTHON) data/make_data.py --text "$(TEXT)" $(if $(NAME),--name "$(NAME)") $(if $(TOKENIZER),--tokenizer "$(TOKENIZER)") \
-	    $(if $(VOCAB),--vocab $(VOCAB)) $(if $(VAL),--val $(VAL)) $(if $(VAL_TEXT),--val-text "$(VAL_TEXT)") $(if $(EXT),--ext "$(EXT)")
+	@$(PYTHON) data/make_data.py --text="$$TEXT" $(foreach option,NAME=name TOKENIZER=tokenizer VOCAB=vocab VAL=val \
+	    VAL_TEXT=val-text EXT=ext,$(call given,$(subst =, ,$(option))))
 else
 	@$(if $(VAL_TEXT)$(NAME)$(TOKENIZER)$(VOCAB)$(VAL)$(EXT),echo "VAL_TEXT$(COMMA) NAME$(COMMA) TOKENIZER$(COMMA) VOCAB$(COMMA) VAL and EXT need TEXT=file|folder." >&2; exit 1)
 	@$(PYTHON) data/quickstart.py
@@ -382,7 +406,7 @@ test: test-binaries $(PYTHON)  ## every test, with one closing line; OP=layernor
 ifeq ($(BACKEND),cuda)
 	@$(if $(GPU)$(filter no_gpu,$(OP)),,echo "BACKEND=cuda: no GPU found, so its tests cannot run (OP=no_gpu can)." >&2; exit 1)
 endif
-	@$(PYTHON) scripts/run_tests.py $(if $(PART),--part $(PART)) $(TESTS)
+	@$(PYTHON) scripts/run_tests.py $(if $(PART),--part="$$PART") $(TESTS)
 
 BENCHES := $(filter-out $(if $(filter nccl,$(TRANSPORT)),,%/bench_comm),$(call programs,bench/bench_,bench_))
 LADDERS := $(call programs,ladder/,ladder/,$(if $(filter cuda,$(BACKEND)),cu,cpp))

@@ -2,12 +2,15 @@
 """Make goals: each that `make help` lists and each command of the docs is one that make and a shell can read, and those
 whose recipes depend on variables. Nothing is built: goals run with make -n or end with an error."""
 import glob
+import json
 import os
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
 import unittest
+from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -31,12 +34,14 @@ def documented():
 
 
 class MakeGoalsTest(unittest.TestCase):
-    def make(self, *args):
-        # Variables of the make that runs this test arrive in the environment; the commands are to stand alone.
+    def make(self, *args, variables=()):
+        # Variables of the make that runs this test arrive in the environment; the commands are to stand alone, with
+        # these variables at most.
         makes = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "CORPUS", "TEXT", "VAL_TEXT", "NAME",
                  "TOKENIZER", "VOCAB", "VAL", "EXT", "ARCH", "BACKEND", "BUILD", "JUMBO", "OP", "SANITIZE")
-        env = {name: value for name, value in os.environ.items() if name not in makes}
-        return subprocess.run(["make", "DEPS=no", *args], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        env = {name: value for name, value in os.environ.items() if name not in makes or name in variables}
+        env.update({} if "DEPS" in variables else {"DEPS": "no"})
+        return subprocess.run(["make", *args], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, timeout=600)
 
     def dry_run(self, *args):
@@ -82,28 +87,75 @@ class MakeGoalsTest(unittest.TestCase):
         commands = [line for line in done.stdout.splitlines() if line.startswith(".venv/bin/python")]
         self.assertEqual(commands, [".venv/bin/python data/quickstart.py"])
 
-    def test_data_with_text(self):
-        done = self.make("-n", "data", "TEXT=book.txt", "NAME=book")
+    def python_arguments(self, *args):
+        """The arguments with which a goal calls Python, here a script that prints them. None if it does not."""
+        with tempfile.TemporaryDirectory() as folder:
+            stub = os.path.join(folder, "python")
+            with open(stub, "w", encoding="utf-8") as file:
+                file.write(f"#!{sys.executable}\nimport json, sys\nprint('ARGV', json.dumps(sys.argv[1:]))\n")
+            os.chmod(stub, 0o755)
+            done = self.make(f"PYTHON={stub}", *args)
         self.assertEqual(done.returncode, 0, done.stdout)
-        self.assertIn('data/make_data.py --text "book.txt" --name "book"', done.stdout)
+        return json.loads(re.search("^ARGV (.*)$", done.stdout, re.MULTILINE).group(1))
+
+    def test_data_with_text(self):
+        self.assertEqual(self.python_arguments("data", "TEXT=book.txt", "NAME=book"),
+                         ["data/make_data.py", "--text=book.txt", "--name=book"])
 
     def test_data_with_validation_text(self):
-        done = self.make("-n", "data", "TEXT=a", "VAL_TEXT=b", "EXT=.c,.h")
-        self.assertIn('--ext ".c,.h"', done.stdout)
-        self.assertIn('data/make_data.py --text "a"', done.stdout)
-        self.assertIn('--val-text "b"', done.stdout)
+        self.assertEqual(self.python_arguments("data", "TEXT=a", "VAL_TEXT=b", "EXT=.c,.h"),
+                         ["data/make_data.py", "--text=a", "--val-text=b", "--ext=.c,.h"])
 
     def test_data_with_corpus(self):
         done = self.make("-n", "data", "CORPUS=linux", "NAME=set", "VOCAB=300")
         self.assertEqual(done.returncode, 0, done.stdout)
         self.assertIn("scripts/fetch_linux.py &&", done.stdout)
-        self.assertIn('--name "set" --text data/text/linux/train', done.stdout)
-        self.assertIn('--val-text data/text/linux/val --tokenizer "bpe" --vocab 300', done.stdout)
+        self.assertIn('--name="$name" --text data/text/linux/train', done.stdout)
+        self.assertIn('--val-text data/text/linux/val --tokenizer="${TOKENIZER:-bpe}" --vocab="${VOCAB:-32768}"',
+                      done.stdout)
         for options, message in ((["CORPUS=pile"], "CORPUS=pile is unknown: it is linux, or give TEXT=file|folder.\n"),
                                  (["CORPUS=linux", "TEXT=a"], "leave out TEXT, VAL_TEXT, VAL and EXT.\n")):
             done = self.make("data", *options)
             self.assertEqual(done.returncode, 2, done.stdout)
             self.assertIn(message, done.stdout)
+
+    def test_values_are_no_commands(self):
+        """Every variable of `make help`, with a value that make or a shell would run: it arrives unchanged in the
+        environment of recipes and stands in none, or is one line of error."""
+        names = sorted(set(re.findall(r"\b([A-Z][A-Z0-9_]+|V)=", self.make("help").stdout)) | {"OUT", "STEPS"})
+        self.assertGreater(len(names), 25)
+        with tempfile.TemporaryDirectory() as folder:
+            ran, show = os.path.join(folder, "ran"), os.path.join(folder, "show.mk")
+            value = f"\" '; touch {ran}; ` touch {ran}`$$(touch {ran}) $(shell touch {ran})${{x}} %*\\ #"
+            data = 0
+            for name in names:
+                with open(show, "w", encoding="utf-8") as file:
+                    file.write(f"show:\n\t@printenv {name}\n")
+                for args, more in (((f"{name}={value}",), {}), ((), {name: value}), ((), {name: f"a\n{value}\nb"})):
+                    with self.subTest(name=name, args=args), mock.patch.dict(os.environ, more):
+                        done = self.make("-f", "Makefile", "-f", show, *args, "show", variables=more)
+                        if done.returncode:
+                            self.assertRegex(done.stdout, rf"^Makefile:\d+: \*\*\* {name}=.* which a shell does not "
+                                                          r"leave as it is: use names without\.  Stop\.\n$")
+                        else:
+                            data += 1
+                            self.assertEqual(done.stdout, more.get(name, value) + "\n")
+                            goals = ("data", "test", "bench", "ladder", "mutants", "train", "hellaswag", "deps")
+                            done = self.make("-n", "BACKEND=cpu", *args, *goals, variables=more)
+                            self.assertNotIn("touch", done.stdout)
+                        self.assertFalse(os.path.exists(ran))
+            self.assertEqual(data, 3 * len({"CORPUS", "EXT", "GPUS", "NAME", "OUT", "PART", "STEPS", "TEXT", "TOKENIZER",
+                                            "VAL", "VAL_TEXT", "VOCAB"}))
+            for name, option in (("NAME", "--name"), ("TOKENIZER", "--tokenizer"), ("VOCAB", "--vocab"),
+                                 ("VAL", "--val"), ("VAL_TEXT", "--val-text"), ("EXT", "--ext")):
+                self.assertEqual(self.python_arguments("data", f"TEXT={value}", f"{name}={value}"),
+                                 ["data/make_data.py", f"--text={value}", f"{option}={value}"])
+            self.assertEqual(self.python_arguments("test", "OP=make_goals", f"PART={value}")[:2],
+                             ["scripts/run_tests.py", f"--part={value}"])
+            done = self.make("data", f"CORPUS={value}")
+            self.assertIn(f"CORPUS={value} is unknown: it is linux", done.stdout)
+            self.make("data", "CORPUS=linux", f"NAME={value}", "PYTHON=false")
+            self.assertFalse(os.path.exists(ran))
 
     def test_text_does_not_recompile(self):
         """The stamps of flags and sources do not depend on the variables of `make data`."""
@@ -120,12 +172,7 @@ class MakeGoalsTest(unittest.TestCase):
     def test_install(self):
         with tempfile.TemporaryDirectory() as root:
             variables = (f"DESTDIR={root}", "PREFIX=/opt/a b", "BACKEND=cpu", "DEPS=no")
-            for goal, expected in (("install", ["install -D -m 755 build/cpu/train_gpt", f'"{root}/opt/a b/bin/train_gpt"']),
-                                   ("uninstall", [f'rm -f "{root}/opt/a b/bin/train_gpt"'])):
-                done = self.make("-n", goal, *variables)
-                self.assertEqual(done.returncode, 0, done.stdout)
-                for text in expected:
-                    self.assertIn(text, done.stdout)
+            self.assertIn("install -D -m 755 build/cpu/train_gpt", self.dry_run("install", *variables))
             program = os.path.join(root, "opt", "a b", "bin", "train_gpt")
             os.makedirs(os.path.dirname(program))
             with open(program, "w", encoding="utf-8"):
