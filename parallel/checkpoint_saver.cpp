@@ -25,7 +25,7 @@ void claim_run_directory(const Context& ctx, const std::string& directory, std::
             lock = std::make_unique<DirectoryLock>(directory, "--out");
             if (!lock->locked())
                 std::cerr << "--out " << directory << ": this file system has no locks; start no other run there\n";
-            remove_leftovers(directory);
+            remove_leftovers(directory, lock->locked());
         }
     } catch (const Error& e) {
         error = e.what();

@@ -21,7 +21,7 @@
 // The ranks of a run, for load_state().
 Ranks ranks_of(const Context& ctx);
 
-// Rank 0 locks the run directory, if it exists and `lock` does not hold it yet, and removes what dead processes left in
+// Rank 0 locks the run directory, if it exists and `lock` does not hold it yet, and removes what other runs left in
 // it. If that fails, all ranks throw its error.
 void claim_run_directory(const Context& ctx, const std::string& directory, std::unique_ptr<DirectoryLock>& lock);
 

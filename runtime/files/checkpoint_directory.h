@@ -54,9 +54,10 @@ int64_t trained_seq_len(const std::string& directory);
 // be read counts as not evaluated.
 std::string best_checkpoint(const std::string& run_dir);
 
-// Removes what dead processes left in a run directory: unfinished checkpoints and files (".tmp-..."), checkpoints that
-// were being removed (".old-..."). The caller holds the directory's lock (runtime/files/lock.h).
-void remove_leftovers(const std::string& run_dir);
+// Removes what other runs left in a run directory: unfinished checkpoints and files (".tmp-..."), checkpoints that were
+// being removed (".old-..."). locked: the caller holds the directory's lock (runtime/files/lock.h), so nobody writes
+// there. Without locks, unfinished checkpoints of processes that live stay.
+void remove_leftovers(const std::string& run_dir, bool locked);
 
 // Removes unfinished checkpoints of dead processes, checkpoints that were being removed, and all except the newest
 // `keep` ≥ 1 and `spare` (a name, may be empty). A checkpoint is first renamed to ".old-step_...", so that a partly
