@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "driver/options.h"
@@ -24,6 +25,9 @@ struct Command {
 // Finds the command, runs it and prints exceptions as one line on stderr. Returns the exit status: 0; 2 for a wrong
 // option or value; 1 for any later error; 141 (128 + SIGPIPE), without a message, if the reader of stdout has gone.
 int run_program(int argc, char** argv, const std::vector<Command>& commands);
+
+// One line; of a thread that cannot be started with the remedy.
+std::string describe(const std::system_error& error);
 
 void run_train(const Args& args);
 void run_eval(const Args& args);

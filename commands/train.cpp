@@ -9,6 +9,7 @@
 #include "kernels/muon.h"
 #include "runtime/device/device.h"
 #include "runtime/files/files.h"
+#include "runtime/limits.h"
 #include "runtime/text.h"
 
 namespace {
@@ -318,6 +319,7 @@ void run_train(const Args& args) {
         return run_ranks(ranks, command);
     }
     const Context ctx(join_world(options.launch));
+    check_threads();
     std::unique_ptr<DirectoryLock> lock;
     claim_run_directory(ctx, options.out, lock);  // before its checkpoints are looked at
     TrainSetup setup = check_training(std::move(options), ctx.world);

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdio>
 #include <iostream>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -70,10 +71,15 @@ std::string CheckpointSaver::lacks_memory(int64_t bytes) const {
 
 void CheckpointSaver::start_allocation(Snapshot wanted) {
     snapshot.emplace(std::move(wanted));
-    allocation = std::async(std::launch::async, [this, device = device_in_use()] {
+    const auto allocate = [this, device = device_in_use()] {
         use_device(device);
         snapshot->allocate();
-    });
+    };
+    try {
+        allocation = std::async(std::launch::async, allocate);
+    } catch (const std::system_error&) {  // no thread: finish_allocation() does it
+        allocation = std::async(std::launch::deferred, allocate);
+    }
 }
 
 std::string CheckpointSaver::finish_allocation() {
@@ -101,7 +107,7 @@ std::string CheckpointSaver::prepare(const TrainingArenas& arenas, std::string& 
             directory = std::make_unique<AtomicDirectory>(path());
             temporary = directory->path();
         }
-    } catch (const Error& e) {
+    } catch (const std::exception& e) {
         error = e.what();
     }
     ctx.comm->broadcast_host(error, 0);
@@ -119,29 +125,38 @@ void CheckpointSaver::save(Contents next, const TrainingArenas& arenas, bool is_
     const std::string error = prepare(arenas, temporary);
     if (!error.empty()) return end(error);
     if (background) snapshot->copy(arenas, ctx.stream);
-    writer = std::make_unique<StateWriter>(temporary, table, background ? snapshot->arenas() : arenas,
-                                           options.export_dtype, contents.metadata, ranks_of(ctx));
     state = State::Writing;
-    start([this] {
+    start([this, temporary, arenas] {
         struct Release {  // one rank needs no other for the end of the save
             CheckpointSaver& saver;
             ~Release() {
                 if (saver.ctx.world == 1) saver.hold.reset();
             }
         } release{*this};
+        writer = std::make_unique<StateWriter>(temporary, table, background ? snapshot->arenas() : arenas,
+                                               options.export_dtype, contents.metadata, ranks_of(ctx));
         writer->write();
         if (ctx.world == 1) publish(writer->part());
     });
     if (!background) advance(true);
 }
 
-// In the background: in a thread that leaves the processors to the training. Else: when all_ready() asks.
-void CheckpointSaver::start(std::function<void()> task) {
-    const auto run = [task = std::move(task), low = background] {
-        if (low) lower_thread_priority();
-        task();
-    };
-    work = std::async(background ? std::launch::async : std::launch::deferred, run);
+// In the background: in a thread that leaves the processors to the training, or at once where no thread can be started.
+// Else: when all_ready() asks.
+void CheckpointSaver::start(const std::function<void()>& task) {
+    if (background) {
+        try {
+            work = std::async(std::launch::async, [task] {
+                lower_thread_priority();
+                task();
+            });
+            return;
+        } catch (const std::system_error& e) {
+            note(str("training waits while ", path(), " is written: cannot start a thread: ", e.code().message()));
+        }
+    }
+    work = std::async(std::launch::deferred, task);
+    if (background) work.wait();
 }
 
 void CheckpointSaver::poll() {

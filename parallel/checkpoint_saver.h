@@ -68,7 +68,7 @@ class CheckpointSaver {
   private:
     enum class State : uint8_t { Idle, Writing, Publishing };
     std::string prepare(const TrainingArenas& arenas, std::string& temporary);
-    void start(std::function<void()> task);
+    void start(const std::function<void()>& task);
     bool all_ready(bool wait);
     std::string agreed_error();
     void advance(bool wait);

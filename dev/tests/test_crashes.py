@@ -153,6 +153,33 @@ class CrashesTest(BaseRunTest):
                 break
         self.assertEqual(len(outcomes), 2, outcomes)
 
+    def test_too_few_threads(self):
+        """One line, whatever number of threads the system allows; a save that gets no thread is written by the run."""
+        if cuda():
+            self.skipTest("CUDA starts threads of its own")
+        env = {"LD_PRELOAD": self.shim("enospc", self.top, 0)["LD_PRELOAD"], "OMP_NUM_THREADS": "2"}
+        done = run("info", env={**env, "CRASH_SHIM_THREADS": "0"})
+        message = "cannot start a thread: Resource temporarily unavailable; raise the limit on processes (ulimit -u)"
+        self.assertEqual((done.returncode, done.stderr), (1, f"train_gpt: {message}\n"))
+        expected, waited = digests(os.path.join(self.base, "step_00000008")), 0
+        for threads in range(12):
+            out = self.copy_with_checkpoint(f"threads_{threads}", 4)
+            done = run("train", "--out", out, "--resume", "--save-every", 2,
+                       env={**env, "CRASH_SHIM_THREADS": str(threads)})
+            self.assertIn(done.returncode, (0, 1), done.stderr)
+            self.assertNotIn("terminate called", done.stderr)
+            if done.returncode:
+                self.assertEqual((waited, done.stderr.count("Resource temporarily unavailable")), (0, 1), done.stderr)
+                continue
+            waits = f"training waits while {out}/step_00000006 is written: cannot start a thread: " in done.stderr
+            waited += waits
+            self.assertIn(f"saved {out}/step_00000006\n", done.stderr)
+            self.assertEqual(digests(os.path.join(out, "step_00000008")), expected)
+            if not waits:
+                break
+        self.assertGreater(waited, 0)
+        self.assertGreater(threads, 3)
+
     def test_step_timeout(self):
         """A process that hangs ends with one line that names the state. Here the file system hangs."""
         if sanitized():
