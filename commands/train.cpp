@@ -213,8 +213,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         ->check(CLI::IsMember({"fp32", "bf16"}))
         ->capture_default_str();
     app->add_option("--on-save-error", o.on_save_error,
-                    "continue: if a checkpoint cannot be written, print the error and go on; stop: end the run. The "
-                    "run always ends if the last one cannot be written")
+                    "continue: if a checkpoint or the log cannot be written, print the error and go on; stop: end the "
+                    "run, for the log after a checkpoint. A last checkpoint that cannot be written is always an error")
         ->check(CLI::IsMember({"continue", "stop"}))
         ->capture_default_str();
     app->add_option("--max-skips", o.max_skips,

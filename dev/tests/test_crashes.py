@@ -87,6 +87,48 @@ class CrashesTest(BaseRunTest):
             shutil.rmtree(os.path.join(self.top, f"goes_on_{n}"))
         self.assertGreater(failed, 3)
 
+    def resume_with_failing_log(self, name, calls, *args):
+        """The base run from step 4 on; its log cannot be written from a call on, for some calls."""
+        out = self.copy_with_checkpoint(name, 4)
+        at, times = calls
+        env = {**self.shim("enospc", os.path.join(out, "log.jsonl"), at), "CRASH_SHIM_FOR": str(times)}
+        return out, run("train", "--out", out, "--resume", *args, env=env)
+
+    def numbers(self, out):
+        return [{k: v for k, v in line.items() if k not in ("ms", "tokens_per_s", "mfu")} for line in log(out)]
+
+    def test_a_log_that_cannot_be_written_for_a_while(self):
+        expected = digests(os.path.join(self.base, "step_00000008"))
+        for calls in (1, 1), (1, 3), (2, 4), (5, 1), (5, 5):  # 5: the line of the last evaluation
+            out, done = self.resume_with_failing_log("full_for_a_while", calls)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn(f"{out}/log.jsonl: cannot write: No space left on device; free some disk space; the lines are "
+                          "kept and written when that is possible\n", done.stderr)
+            self.assertIn(f"{out}/log.jsonl is written again; no line is lost\n", done.stderr)
+            self.assertEqual(self.numbers(out), self.numbers(self.base))
+            self.assertEqual(digests(os.path.join(out, "step_00000008")), expected)
+            shutil.rmtree(out)
+
+    def test_a_log_that_cannot_be_written_until_the_end(self):
+        out, done = self.resume_with_failing_log("full_to_the_end", (3, 100000))
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertRegex(done.stderr.splitlines()[-1], "^train_gpt: train: .*/log.jsonl: cannot write: No space left on "
+                                                       "device; .*; the last lines of the log are lost$")
+        self.assertEqual(checkpoints(out)[-1], "step_00000008")
+        self.assertEqual(self.numbers(out), self.numbers(self.base)[:len(log(out))])
+
+    def test_stops_at_a_log_that_cannot_be_written_but_saves_first(self):
+        out, done = self.resume_with_failing_log("full_stops", (1, 1), "--on-save-error", "stop")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertRegex(done.stderr.splitlines()[-1], "^train_gpt: train: .*/log.jsonl: cannot write: No space left")
+        step = log(out)[-1]["step"]
+        self.assertLess(step, 8)
+        self.assertEqual(checkpoints(out)[-1], f"step_{step:08}")
+        again = run("train", "--out", out, "--resume")
+        self.assertEqual(again.returncode, 0, again.stderr)
+        self.assertEqual(self.numbers(out), self.numbers(self.base))
+        self.assertEqual(digests(os.path.join(out, "step_00000008")), digests(os.path.join(self.base, "step_00000008")))
+
     def test_free_space_is_checked_before_a_save(self):
         if os.geteuid() != 0:
             self.skipTest("mounting a small file system needs root")

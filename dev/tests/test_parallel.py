@@ -127,6 +127,22 @@ class ParallelTest(unittest.TestCase):
         self.expect_same_bits(runs[:2], "accumulated in stages 0 and 1")
         self.expect_same_bits(runs[2:], "accumulated in stages 2 and 3")
 
+    def test_steps_without_loss_tokens(self):
+        """A step has none if no rank has one. Half of the sequences have none, so a rank alone often has none."""
+        tokens = [(7 * i * i + 3) % 50 for i in range(32 * 100 + 1)]
+        data = harness.write_tokens(os.path.join(self.top, "prompts"), tokens, [(i - 1) // 32 % 2 for i in range(len(tokens))])
+        options = ["--data", data, "--vocab-size", 50, "--total-batch-tokens", 64, "--steps", 16, "--save-every", 0]
+        alone, *runs = self.train_all((1, *options, "--batch-size", 2),
+                                      *((2, *options, "--batch-size", 1, "--zero-stage", stage) for stage in (0, 3)))
+        marked = {line["step"] for line in log(alone) if line.get("no_loss_tokens")}
+        self.assertTrue(1 < len(marked) < 10, marked)
+        for run_dir in runs:
+            self.assertEqual({line["step"] for line in log(run_dir) if line.get("no_loss_tokens")}, marked)
+            for got, expected in zip(log(run_dir), log(alone)):
+                self.assertEqual(got["loss"] is None, got["step"] in marked)
+                if got["loss"]:
+                    self.assertAlmostEqual(got["loss"] / expected["loss"], 1, delta=1e-5)
+
     def test_gradients_summed_in_16_bits(self):
         # The last run adds each micro-step's sum in fp32.
         alone, *runs, accumulated = self.train_all((1,), *((2, "--zero-stage", stage, "--reduce-dtype", "bf16") for stage in STAGES),
