@@ -33,7 +33,7 @@ std::string one_line(std::string text) {
 
 int fail(Console& console, const std::string& message, int status) {
     console.end_line();
-    std::cerr << "train_gpt: " << one_line(message) << std::endl;
+    std::cerr << str("train_gpt: ", one_line(message), "\n") << std::flush;  // at once: ranks share a terminal
     return status;
 }
 

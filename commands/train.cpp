@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "commands/cli.h"
+#include "driver/rank_facts.h"
 #include "driver/trainer.h"
 #include "kernels/muon.h"
 #include "runtime/device/device.h"
@@ -320,9 +321,11 @@ void run_train(const Args& args) {
     }
     const Context ctx(join_world(options.launch));
     check_threads();
+    if (ctx.world > 1) check_equal_on_ranks(ctx, facts_of(options));
     std::unique_ptr<DirectoryLock> lock;
     claim_run_directory(ctx, options.out, lock);  // before its checkpoints are looked at
     TrainSetup setup = check_training(std::move(options), ctx.world);
+    if (ctx.world > 1) check_equal_on_ranks(ctx, facts_of(setup));
     if (setup.resume.step >= setup.o.steps) {
         if (ctx.rank > 0) return;
         std::cerr << setup.o.out << " is done: step " << setup.resume.step << " of " << setup.o.steps
