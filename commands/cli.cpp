@@ -92,8 +92,6 @@ std::string parse_error(const CLI::App& app, const CLI::ParseError& e) {
     if (e.get_name() == "ArgumentMismatch" && contains(" missing")) return option + ": the value is missing";
     if (e.get_name() == "ArgumentMismatch" && contains("At Most"))
         return str(option, ": ", last_word, " values; give one");
-    if (e.get_name() == "FileError")
-        return str("--config: ", message.substr(0, message.find(' ')), " cannot be read; check the path");
     if (e.get_name() == "ConfigError" && contains("not able to parse"))
         return str("--config: unknown option ", last_word, did_you_mean(closest(last_word, long_names(app)), ""));
     const size_t not_in = message.find(" not in {");

@@ -252,6 +252,30 @@ void check_resumable(const std::string& out, bool has_options) {
             "; check the name, or leave --resume out to start a new run");
 }
 
+// CLI11 opens the file by itself: for it a failed read is the end of the file, and it waits for ever for one without an
+// end. So it opens another, and gets the text.
+class ConfigText : public CLI::ConfigTOML {
+  public:
+    explicit ConfigText(std::string config) : text(std::move(config)) {}
+    std::vector<CLI::ConfigItem> from_config(std::istream&) const override {
+        std::istringstream in(text);
+        return CLI::ConfigTOML::from_config(in);
+    }
+
+  private:
+    const std::string text;
+};
+
+// Puts another file in the place of that of --config.
+void read_config_as_text(CLI::App& app, Args& args, const std::string& path) {
+    app.config_formatter(std::make_shared<ConfigText>(read_file(path, 1 << 20)));
+    const std::string name = "--config", empty = "/dev/null";
+    for (size_t i = 0; i < args.size(); i++) {
+        if (args[i] == name && i + 1 < args.size()) args[++i] = empty;
+        if (starts_with(args[i], name + "=")) args[i] = str(name, "=", empty);
+    }
+}
+
 }  // namespace
 
 TrainOptions parse_train(const Args& args) {
@@ -276,7 +300,15 @@ TrainOptions parse_train(const Args& args) {
     Args all = args;
     const std::string stored = join_path(first.out, "run.toml");
     if (first.resume && !first.out.empty()) check_resumable(first.out, path_exists(stored));
-    if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
+    if (first.resume && config.empty() && path_exists(stored)) {
+        all.insert(all.begin(), {"--config", stored});
+        read_config_as_text(*app, all, stored);
+    }
+    try {
+        if (!config.empty()) read_config_as_text(*app, all, config);
+    } catch (const Error& e) {
+        throw UsageError(str("--config: ", e.what()));
+    }
     parse(*app, all);
     if (!o.new_data.empty()) o.data = o.new_data;
     if (!o.launch.rendezvous.empty()) {  // also where one process does not use it

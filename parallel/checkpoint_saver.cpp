@@ -215,7 +215,14 @@ void CheckpointSaver::publish(const StateWriter::Part& parts) {
     writer->finish(parts);
     contents.small_files(directory->path());
     directory->commit();
-    remove_old_checkpoints(options.run_dir, options.keep, best_checkpoint(options.run_dir));
+    std::string best;
+    try {
+        best = best_checkpoint(options.run_dir);
+    } catch (const SystemError& e) {  // the one that cannot be read may be the best
+        kept_for = e.what();
+        return;
+    }
+    remove_old_checkpoints(options.run_dir, options.keep, best);
 }
 
 void CheckpointSaver::end(const std::string& error) {
@@ -224,7 +231,11 @@ void CheckpointSaver::end(const std::string& error) {
     hold.reset();
     state = State::Idle;
     last_failed = !error.empty();
-    if (!last_failed) return note("saved " + path());
+    if (!last_failed) {
+        note("saved " + path());
+        if (!kept_for.empty()) note("older checkpoints stay: " + std::exchange(kept_for, ""));
+        return;
+    }
     if (last || options.stop_on_error) throw Error(error);
     note(str("the checkpoint of step ", contents.step, " failed: ", error, "; the run goes on"));
 }

@@ -88,4 +88,5 @@ class CheckpointSaver {
     std::future<void> work;  // valid while this rank writes or publishes
     State state = State::Idle;
     bool last = false, background = false, last_failed = false;
+    std::string kept_for;  // on rank 0: why older checkpoints were not removed
 };

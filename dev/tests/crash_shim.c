@@ -5,7 +5,7 @@
 //   CRASH_SHIM_MODE=enospc   the call fails with "No space left on device"; a write writes its first half first
 //   CRASH_SHIM_MODE=hang     the call does not return, as on a file system whose server has gone
 //
-//   CRASH_SHIM_MODE=eio      a read fails with "Input/output error"; reads are counted instead of the others
+//   CRASH_SHIM_MODE=eio      a read or stat fails with "Input/output error"; these are counted instead of the others
 //
 //   CRASH_SHIM_DIR   the directory or file, an absolute path without links; without it nothing is counted
 //   CRASH_SHIM_AT    n, from 1; with 0, or an n that is never reached, the process runs as usual
@@ -22,6 +22,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static long calls;  // counted so far, by all threads
@@ -97,6 +98,14 @@ ssize_t read(int fd, void* data, size_t bytes) {
     static ssize_t (*real)(int, void*, size_t);
     if (!real) *(void**)&real = dlsym(RTLD_NEXT, "read");
     if (!reads_fail() || !fd_inside(fd) || !is_due()) return real(fd, data, bytes);
+    errno = EIO;
+    return -1;
+}
+
+int stat(const char* path, struct stat* info) {
+    static int (*real)(const char*, struct stat*);
+    if (!real) *(void**)&real = dlsym(RTLD_NEXT, "stat");
+    if (!reads_fail() || !path_inside(path) || !is_due()) return real(path, info);
     errno = EIO;
     return -1;
 }

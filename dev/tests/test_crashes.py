@@ -129,6 +129,53 @@ class CrashesTest(BaseRunTest):
         self.assertEqual(self.numbers(out), self.numbers(self.base))
         self.assertEqual(digests(os.path.join(out, "step_00000008")), digests(os.path.join(self.base, "step_00000008")))
 
+    def fails_to_read(self, n, where, *args):
+        """A run whose n-th read below a path fails, or none. A failed read is no content: the line says so."""
+        done = run("train", *args, env=self.shim("eio", where, n))
+        if done.returncode:
+            last = done.stderr.splitlines()[-1]
+            self.assertRegex(last, "^train_gpt: train: .*cannot (read|look up|open): Input/output error; check the disk")
+            self.assertEqual(done.stderr.count("train_gpt: "), 1, done.stderr)
+            for advice in "remove", "damaged", "start again", "make some", "restore":
+                self.assertNotIn(advice, last)
+        return done
+
+    def test_a_checkpoint_that_cannot_be_read(self):
+        """At every read of the only checkpoint: nothing advises to remove it, and a run that goes on keeps it."""
+        checkpoint = os.path.join(self.copy_with_checkpoint("unreadable", 4), "step_00000004")
+        expected, failed = digests(checkpoint), 0
+        out = os.path.dirname(checkpoint)
+        for n in range(1, 400):
+            done = self.fails_to_read(n, checkpoint, "--resume", "--out", out, "--steps", 8, "--keep", 1)
+            if not done.returncode and "older checkpoints stay: " not in done.stderr:
+                break  # it was removed, because the one of step 8 is better
+            self.assertEqual(digests(checkpoint), expected)
+            failed += 1
+            shutil.rmtree(out)
+            self.copy_with_checkpoint("unreadable", 4)
+        self.assertGreater(failed, 10)
+
+    def test_other_files_that_cannot_be_read(self):
+        config = os.path.join(self.top, "config.toml")
+        with open(config, "w") as file:
+            file.write("steps = 2\nlr = 1e-3\n" + "# comment\n" * 20000)
+        args, out = self.train_args("unread", "--config", config), os.path.join(self.top, "unread")
+        for n in 1, 2:  # the second read finds the end
+            done = run(*args, env=self.shim("eio", config, n))
+            self.assertNotEqual(done.returncode, 0)
+            self.assertIn("Input/output error", done.stderr)
+            self.assertFalse(os.path.exists(out))
+        for n in range(1, 400, 4):
+            done = self.fails_to_read(n, self.data, *self.train_args("unread", "--steps", 2)[1:])
+            shutil.rmtree(out, ignore_errors=True)
+            if not done.returncode:
+                break
+        self.assertGreater(n, 30)
+        out = self.copy_with_checkpoint("unread_options", 4)
+        done = self.fails_to_read(2, os.path.join(out, "run.toml"), "--resume", "--out", out)
+        self.assertEqual(done.returncode, 1)
+        self.assertEqual(checkpoints(out), ["step_00000004"])
+
     def test_free_space_is_checked_before_a_save(self):
         if os.geteuid() != 0:
             self.skipTest("mounting a small file system needs root")

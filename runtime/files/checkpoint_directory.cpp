@@ -105,7 +105,8 @@ std::string resume_remedy(const std::string& checkpoint) {
     const int64_t step = checkpoint_step(std::filesystem::path(checkpoint).filename().string());
     for (const std::string& name : list_checkpoints(parent_of(checkpoint)))
         if (checkpoint_step(name) < step) previous = name;
-    return str("; remove ", checkpoint, previous.empty() ? " and start again" : " to continue from ", previous);
+    if (previous.empty()) return "; restore it: there is no earlier checkpoint to continue from";
+    return str("; remove ", checkpoint, " to continue from ", previous);
 }
 
 // Directories.
@@ -165,6 +166,8 @@ std::string best_checkpoint(const std::string& run_dir) {
         json loss;
         try {
             loss = read_json(join_path(join_path(run_dir, name), "trainer.json")).value("val_loss", json());
+        } catch (const SystemError&) {
+            throw;
         } catch (const Error&) {  // a damaged checkpoint must not end a run that has a newer one
         }
         if (loss.is_number() && loss.get<double>() < lowest) {

@@ -47,6 +47,7 @@ void RunLog::tell(const std::string& line) const {
 void RunLog::follow_path() {
     struct stat ours, named;
     const bool exists = ::stat(path.c_str(), &named) == 0;
+    if (!exists && errno != ENOENT) throw_system_error(path, "look up", errno);  // it may be there
     if (::fstat(fd, &ours) != 0) throw_system_error(path, "read", errno);
     if (exists && ours.st_ino == named.st_ino && ours.st_dev == named.st_dev) return;
     // The lines so far are still in the open file. The new one gets them when it is open, so that they are not lost if
