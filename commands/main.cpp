@@ -26,14 +26,15 @@ int main(int argc, char** argv) {
     restore_hangup();
     ignore_closed_pipes();
     ignore_file_size_limit();
-    const std::vector<Command> commands = {{"train", "train a model", run_train},
-                                           {"eval", "score a split of a data set", in_one_process(run_eval)},
-                                           {"sample", "complete prompts", in_one_process(run_sample)},
-                                           {"chat", "hold a conversation", in_one_process(run_chat)},
-                                           {"logits", "write the logits of given tokens", in_one_process(run_logits)},
-                                           {"plan", "show the memory that a run needs", run_plan},
-                                           {"convert", "turn a model into another format", in_one_process(run_convert, false)},
-                                           {"info", "show what a file, a checkpoint or this program is", run_info}};
+    const std::vector<Command> commands = {
+        {"train", "train a model", run_train},
+        {"eval", "score a split of a data set", in_one_process(run_eval)},
+        {"sample", "complete prompts", in_one_process(run_sample)},
+        {"chat", "hold a conversation", in_one_process(run_chat)},
+        {"logits", "write the logits of given tokens", in_one_process(run_logits)},
+        {"plan", "show the memory that a run needs", run_plan},
+        {"convert", "turn a model into another format", in_one_process(run_convert, false)},
+        {"info", "show what a file, a checkpoint or this program is", run_info}};
     try {
         take_signals_in_a_thread();
         return with_enough_stack([&] {

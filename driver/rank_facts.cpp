@@ -107,9 +107,10 @@ RankFacts facts_of(const TrainOptions& options) {
 }
 
 RankFacts facts_of(const TrainSetup& setup) {
-    RankFacts facts = {{"training tokens with the fingerprint", setup.data_use.fingerprint},
-                       {"a model with the config", config_to_json(setup.source.config, nlohmann::json::object()).dump()},
-                       {"as newest checkpoint", setup.resume.checkpoint.empty() ? "none" : setup.resume.checkpoint}};
+    RankFacts facts = {
+        {"training tokens with the fingerprint", setup.data_use.fingerprint},
+        {"a model with the config", config_to_json(setup.source.config, nlohmann::json::object()).dump()},
+        {"as newest checkpoint", setup.resume.checkpoint.empty() ? "none" : setup.resume.checkpoint}};
     add_options(facts, setup.o.toml);
     for (const TrainingData& data : setup.data) {
         for (const char* name : {"meta.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"})

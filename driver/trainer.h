@@ -28,8 +28,8 @@ struct Trainer {
     void sample_text(RunLog& log, Progress& progress);
     // Starts a checkpoint of this step, or with `last` writes it.
     void save(bool last);
-    // At the end of the run, when all is saved: waits for a moment until the log is whole. All ranks throw if it is not,
-    // or if it was not once and --on-save-error is stop.
+    // At the end of the run, when all is saved: waits for a moment until the log is whole. All ranks throw if it is
+    // not, or if it was not once and --on-save-error is stop.
     void end_log(RunLog& log);
 
     // A step that is queued on the device. The host reads its scalars one step later, so the device always has queued

@@ -12,7 +12,7 @@ import unittest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT") or os.path.join(ROOT, "train_gpt"))
-SHIM = os.path.join(os.path.dirname(DRIVER), "dev", "crash_shim.so")
+SHIM = os.path.join(os.path.dirname(os.path.realpath(DRIVER)), "dev", "crash_shim.so")
 MODEL = ["--model", "gpt2-tiny", "--layers", "2", "--channels", "32", "--heads", "2", "--max-positions", "64"]
 
 CACHE = tempfile.TemporaryDirectory(prefix="train_gpt_cache_")  # not the user's

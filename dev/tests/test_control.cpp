@@ -244,7 +244,8 @@ TEST(Control, WithoutDescriptorsRanksEndAtOnce) {
     const std::string reason = ": Too many open files; raise the limit on open files (ulimit -n)";
     const auto fails = [&](const World& world, const std::string& what) {
         const NoDescriptors none;
-        expect_error([&] { ControlChannel(world, member_of(world.rank)); }, str("rank ", world.rank, ": ", what, reason));
+        expect_error([&] { ControlChannel(world, member_of(world.rank)); },
+                     str("rank ", world.rank, ": ", what, reason));
     };
     const auto begin = std::chrono::steady_clock::now();
     fails(first, "cannot accept a connection");
@@ -265,9 +266,8 @@ TEST(Control, StrangersDoNotPutOffTheDeadline) {
         while (!ended && std::chrono::steady_clock::now() < end) connected_to(port);
     });
     const auto begin = std::chrono::steady_clock::now();
-    expect_error([&] { ControlChannel(first, member_of(0)); },
-                 str("rank 0: 1 of 2 ranks connected to 127.0.0.1:", port,
-                     " within 0.5 s (--comm-timeout); missing: 1"));
+    expect_error([&] { ControlChannel(first, member_of(0)); }, str("rank 0: 1 of 2 ranks connected to 127.0.0.1:", port,
+                                                                   " within 0.5 s (--comm-timeout); missing: 1"));
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
     ended = true;
     strangers.join();

@@ -87,7 +87,8 @@ void RunLog::append() {
         if (n < 0 && errno == EINTR) continue;
         if (n < 0) {
             const int error = errno;
-            if (::ftruncate(fd, end) != 0) pending.erase(0, done);  // else no half line is left, and all is written again
+            if (::ftruncate(fd, end) != 0)
+                pending.erase(0, done);  // else no half line is left, and all is written again
             throw_system_error(path, "write", error);
         }
         done += size_t(n);
