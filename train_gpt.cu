@@ -947,7 +947,7 @@ namespace {
 // the same micro-steps and none waits for a collective that the others don't call. Hosts wait for each other here, the
 // devices meanwhile run what is queued.
 bool stopping(Trainer& t) {
-    const char asked = stop_requested();
+    const char asked = stop_requested() || !t.log_error.empty();
     t.ctx.comm->all_gather_host(t.asked_to_stop.data(), &asked, 1);
     return std::find(t.asked_to_stop.begin(), t.asked_to_stop.end(), 1) != t.asked_to_stop.end();
 }
@@ -991,8 +991,8 @@ bool queue_step(Trainer& t, Loader& loader) {
         loss_tokens += batch.loss_tokens;
     }
     // The gradients were divided by total_batch_tokens, a constant that graphs can record; grad_unit corrects them to
-    // the number of loss tokens. A step whose tokens are all masked has none.
-    const double count = double(std::max<int64_t>(loss_tokens, 1));
+    // the number of loss tokens. Of a step that has none, loss and norm become 0/0, so its update is skipped.
+    const double count = double(loss_tokens);
     t.watchdog.state("update", number);
     update(ctx, t.model, t.optimizer, acts, 1 / count, double(t.options.total_batch_tokens) / count);
     copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
@@ -1001,6 +1001,7 @@ bool queue_step(Trainer& t, Loader& loader) {
     q.end.record(ctx.stream);
     if (ctx.world > 1) ctx.comm->watch(str("step ", number), ctx.stream);
     q.step = t.step = number;
+    q.loss_tokens = loss_tokens;
     t.queued++;
     t.val_loss = NAN;
     return true;
@@ -1040,4 +1041,5 @@ void train(Trainer& t) {
     t.save(true);
     if (t.step < options.steps)
         note(str("stopped at step ", t.step, "; 'train --resume --out ", options.out, "' continues"));
+    t.end_log(log);
 }

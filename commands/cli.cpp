@@ -35,7 +35,7 @@ std::string one_line(std::string text) {
 
 int fail(Console& console, const std::string& message, int status) {
     console.end_line();
-    std::cerr << "train_gpt: " << one_line(message) << std::endl;
+    std::cerr << str("train_gpt: ", one_line(message), "\n") << std::flush;  // at once: ranks share a terminal
     return status;
 }
 
@@ -199,12 +199,19 @@ int run_command(Console& console, const Args& args, const std::vector<Command>& 
         return fails(str(command->name, ": ", e.what(), "; see 'train_gpt ", command->name, " --help'"), 2);
     } catch (const std::bad_alloc&) {
         return fails(str(command->name, ": out of memory; see what a run needs with 'train_gpt plan'"), 1);
+    } catch (const std::system_error& e) {
+        return fails(str(command->name, ": ", describe(e)), 1);
     } catch (const std::exception& e) {
         return fails(str(command->name, ": ", e.what()), 1);
     }
 }
 
 }  // namespace
+
+std::string describe(const std::system_error& error) {
+    if (error.code() != std::errc::resource_unavailable_try_again) return error.what();
+    return str("cannot start a thread: ", error.code().message(), "; raise the limit on processes (ulimit -u)");
+}
 
 int run_program(int argc, char** argv, const std::vector<Command>& commands, const std::string& build) {
     Console console;

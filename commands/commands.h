@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "driver/options.h"
@@ -25,6 +26,9 @@ struct Command {
 // option or value; 1 for any later error; 141 (128 + SIGPIPE), without a message, if the reader of stdout has gone.
 // build: for --version, the lines on the commit and the architectures.
 int run_program(int argc, char** argv, const std::vector<Command>& commands, const std::string& build);
+
+// One line; of a thread that cannot be started with the remedy.
+std::string describe(const std::system_error& error);
 
 void run_train(const Args& args);
 void run_eval(const Args& args);

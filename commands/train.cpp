@@ -6,10 +6,12 @@
 
 #include "commands/cli.h"
 #include "commands/help.h"
+#include "driver/rank_facts.h"
 #include "driver/trainer.h"
 #include "kernels/muon.h"
 #include "runtime/device/device.h"
 #include "runtime/files/files.h"
+#include "runtime/limits.h"
 #include "runtime/text.h"
 
 namespace {
@@ -199,8 +201,8 @@ void add_saving_options(CLI::App& app, TrainOptions& o) {
         ->capture_default_str()
         ->group(group);
     app.add_option("--on-save-error", o.on_save_error,
-                   "continue: if a checkpoint cannot be written, print the error and go on; stop: end the run. The "
-                   "run always ends if the last one cannot be written")
+                   "continue: if a checkpoint or the log cannot be written, print the error and go on; stop: end the "
+                   "run, for the log after a checkpoint. A last checkpoint that cannot be written is always an error")
         ->check(CLI::IsMember({"continue", "stop"}))
         ->capture_default_str()
         ->group(group);
@@ -428,9 +430,12 @@ void run_train(const Args& args) {
         return run_ranks(ranks, command);
     }
     const Context ctx(join_world(options.launch));
+    check_threads();
+    if (ctx.world > 1) check_equal_on_ranks(ctx, facts_of(options));
     std::unique_ptr<DirectoryLock> lock;
     claim_run_directory(ctx, options.out, lock);  // before its checkpoints are looked at
     TrainSetup setup = check_training(std::move(options), ctx.world);
+    if (ctx.world > 1) check_equal_on_ranks(ctx, facts_of(setup));
     if (setup.resume.step >= setup.o.steps) {
         if (ctx.rank > 0) return;
         std::cerr << setup.o.out << " is done: step " << setup.resume.step << " of " << setup.o.steps

@@ -95,6 +95,8 @@ ResumePoint read_resume_point(const std::string& checkpoint) {
         check_steps(moments, r);
         if (needs_exported_weights(moments)) check_steps(SafetensorsFile(weights), r);
         return r;
+    } catch (const SystemError&) {
+        throw;  // tells nothing of the checkpoint
     } catch (const Error& e) {
         throw Error(e.what() + resume_remedy(checkpoint));
     }

@@ -340,8 +340,8 @@ void check_incomplete_checkpoints(const TrainSetup& s) {
     for (const std::string& name : list_incomplete_checkpoints(s.o.out)) {
         const int64_t step = checkpoint_step(name);
         require(step <= s.resume.step || step > s.o.steps, "--out ", s.o.out, ": ", name,
-                " is not a complete checkpoint, and this run may have to write one of that name; remove it, or name "
-                "another directory");
+                " is not a complete checkpoint, and this run may have to write one of that name; restore its files, "
+                "move it away, or name another directory");
     }
 }
 

@@ -2,9 +2,11 @@
 // samples, checkpoints). The steps themselves and the loop are in train_gpt.cu.
 #include "driver/trainer.h"
 
+#include <chrono>
 #include <cstdio>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "driver/fit.h"
 #include "driver/matmul_cache.h"
@@ -298,6 +300,23 @@ void Trainer::finish_steps(bool all, RunLog& log, Progress& progress) {
         finish_step(log, progress);
 }
 
+void Trainer::write_log(RunLog& log, const ordered_json& line) {
+    watchdog.state("writing log.jsonl", step);
+    log.write(line);
+    if (options.on_save_error == "stop" && log_error.empty()) log_error = log.error();
+}
+
+void Trainer::end_log(RunLog& log) {
+    watchdog.state("writing log.jsonl", step);
+    for (int tries = 0; tries < 50 && !log.error().empty(); tries++) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        log.retry();
+    }
+    std::string error = log.error().empty() ? log_error : log.error() + "; the last lines of the log are lost";
+    ctx.comm->broadcast_host(error, 0);
+    if (!error.empty()) throw Error(error);
+}
+
 // Waits for the oldest queued step and reports it.
 void Trainer::finish_step(RunLog& log, Progress& progress) {
     const QueuedStep& q = queue[finished++ % 2];
@@ -319,6 +338,7 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     if (r.skip) {
         line["skipped"] = true;
         if (r.skip == SKIP_SPIKE) line["spike"] = true;
+        if (!q.loss_tokens) line["no_loss_tokens"] = true;
         line["skips"] = q.step - r.t;  // since step 1
     }
     if (acts.fp8) {
@@ -328,21 +348,22 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
         line["fp8_saturated"] = fraction(FP8_SATURATED);
         line["fp8_underflowed"] = fraction(FP8_UNDERFLOWED);
     }
-    watchdog.state("writing log.jsonl", q.step);
-    log.write(line);
+    write_log(log, line);
     char text[160];
     std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s  epoch %.2f", r.loss, r.lr,
                   r.grad_norm, tokens_per_s, setup.epochs(q.step));
-    progress.step(q.step, text);
+    progress.step(q.step, q.loss_tokens ? text : "no loss tokens");
 
-    skips_in_a_row = r.skip ? skips_in_a_row + 1 : 0;
-    if (skips_in_a_row == options.max_skips) checkpoints.wait();
     const bool spike = r.skip == SKIP_SPIKE;
     if (r.skip)
         progress.note(str("step ", q.step,
-                          spike ? str(": the gradient norm ", r.grad_norm, " is a spike")
-                                : ": the loss or the gradient is not finite",
+                          !q.loss_tokens ? ": none of its tokens has a loss"
+                          : spike        ? str(": the gradient norm ", r.grad_norm, " is a spike")
+                                         : ": the loss or the gradient is not finite",
                           "; update skipped, ", q.step - r.t, " so far"));
+    if (!q.loss_tokens) return;  // it tells nothing of the training
+    skips_in_a_row = r.skip ? skips_in_a_row + 1 : 0;
+    if (skips_in_a_row == options.max_skips) checkpoints.wait();
     require(skips_in_a_row < options.max_skips, "stopped at step ", q.step, ": ",
             spike ? "the gradient norm was a spike or" : "loss or gradient", " not finite ", skips_in_a_row,
             " times in a row; the weights are those of step ", q.step - skips_in_a_row,
@@ -389,7 +410,7 @@ void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
             text += part;
         }
     }
-    log.write(line);
+    write_log(log, line);
     progress.note(str("step ", step, text));
 }
 
@@ -435,7 +456,7 @@ void Trainer::sample_text(RunLog& log, Progress& progress) {
                           : str("step ", step, "  prompt: ", prompt.text, "\n  response: ", completion.text()));
         samples.push_back({{"prompt", prompt.text}, {"text", completion.text()}});
     }
-    log.write({{"step", step}, {"samples", samples}});
+    write_log(log, {{"step", step}, {"samples", samples}});
 }
 
 namespace {

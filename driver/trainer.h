@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <nlohmann/json_fwd.hpp>
 
 #include "data/tokenizer.h"
 #include "driver/train_setup.h"
@@ -27,11 +28,14 @@ struct Trainer {
     void sample_text(RunLog& log, Progress& progress);
     // Starts a checkpoint of this step, or with `last` writes it.
     void save(bool last);
+    // At the end of the run, when all is saved: waits for a moment until the log is whole. All ranks throw if it is
+    // not, or if it was not once and --on-save-error is stop.
+    void end_log(RunLog& log);
 
     // A step that is queued on the device. The host reads its scalars one step later, so the device always has queued
     // work.
     struct QueuedStep {
-        int64_t step = 0;
+        int64_t step = 0, loss_tokens = 0;  // of all ranks
         Event begin, end;
         static constexpr size_t FP8_BYTES = NUM_FP8_COUNTS * sizeof(int64_t);
         HostMemory memory{host_alloc(sizeof(StepScalars)), host_free};  // pinned, for the scalars
@@ -59,6 +63,7 @@ struct Trainer {
     // Of micro-steps: [first of its step][last of its step, where that differs], by the tokens that pass the head.
     std::map<int64_t, Graph> graphs[2][2];
     std::vector<char> asked_to_stop;  // by rank, for stopping()
+    std::string log_error;            // that ends the run
     QueuedStep queue[2];
     int64_t queued = 0, finished = 0;  // number of steps, since the process started
     int64_t skips_in_a_row = 0;
@@ -78,6 +83,7 @@ struct Trainer {
     void adopt_checkpoint_choices();
     int64_t max_sequences() const;
     void finish_step(RunLog& log, Progress& progress);
+    void write_log(RunLog& log, const nlohmann::ordered_json& line);
 };
 
 // For --fit: changes the options of the setup to the first with which the run fits into the memory that is free on

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdio>
 #include <iostream>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -25,7 +26,7 @@ void claim_run_directory(const Context& ctx, const std::string& directory, std::
             lock = std::make_unique<DirectoryLock>(directory, "--out");
             if (!lock->locked())
                 std::cerr << "--out " << directory << ": this file system has no locks; start no other run there\n";
-            remove_leftovers(directory);
+            remove_leftovers(directory, lock->locked());
         }
     } catch (const Error& e) {
         error = e.what();
@@ -70,10 +71,15 @@ std::string CheckpointSaver::lacks_memory(int64_t bytes) const {
 
 void CheckpointSaver::start_allocation(Snapshot wanted) {
     snapshot.emplace(std::move(wanted));
-    allocation = std::async(std::launch::async, [this, device = device_in_use()] {
+    const auto allocate = [this, device = device_in_use()] {
         use_device(device);
         snapshot->allocate();
-    });
+    };
+    try {
+        allocation = std::async(std::launch::async, allocate);
+    } catch (const std::system_error&) {  // no thread: finish_allocation() does it
+        allocation = std::async(std::launch::deferred, allocate);
+    }
 }
 
 std::string CheckpointSaver::finish_allocation() {
@@ -101,7 +107,7 @@ std::string CheckpointSaver::prepare(const TrainingArenas& arenas, std::string& 
             directory = std::make_unique<AtomicDirectory>(path());
             temporary = directory->path();
         }
-    } catch (const Error& e) {
+    } catch (const std::exception& e) {
         error = e.what();
     }
     ctx.comm->broadcast_host(error, 0);
@@ -119,29 +125,38 @@ void CheckpointSaver::save(Contents next, const TrainingArenas& arenas, bool is_
     const std::string error = prepare(arenas, temporary);
     if (!error.empty()) return end(error);
     if (background) snapshot->copy(arenas, ctx.stream);
-    writer = std::make_unique<StateWriter>(temporary, table, background ? snapshot->arenas() : arenas,
-                                           options.export_dtype, contents.metadata, ranks_of(ctx));
     state = State::Writing;
-    start([this] {
+    start([this, temporary, arenas] {
         struct Release {  // one rank needs no other for the end of the save
             CheckpointSaver& saver;
             ~Release() {
                 if (saver.ctx.world == 1) saver.hold.reset();
             }
         } release{*this};
+        writer = std::make_unique<StateWriter>(temporary, table, background ? snapshot->arenas() : arenas,
+                                               options.export_dtype, contents.metadata, ranks_of(ctx));
         writer->write();
         if (ctx.world == 1) publish(writer->part());
     });
     if (!background) advance(true);
 }
 
-// In the background: in a thread that leaves the processors to the training. Else: when all_ready() asks.
-void CheckpointSaver::start(std::function<void()> task) {
-    const auto run = [task = std::move(task), low = background] {
-        if (low) lower_thread_priority();
-        task();
-    };
-    work = std::async(background ? std::launch::async : std::launch::deferred, run);
+// In the background: in a thread that leaves the processors to the training, or at once where no thread can be started.
+// Else: when all_ready() asks.
+void CheckpointSaver::start(const std::function<void()>& task) {
+    if (background) {
+        try {
+            work = std::async(std::launch::async, [task] {
+                lower_thread_priority();
+                task();
+            });
+            return;
+        } catch (const std::system_error& e) {
+            note(str("training waits while ", path(), " is written: cannot start a thread: ", e.code().message()));
+        }
+    }
+    work = std::async(std::launch::deferred, task);
+    if (background) work.wait();
 }
 
 void CheckpointSaver::poll() {
@@ -200,7 +215,14 @@ void CheckpointSaver::publish(const StateWriter::Part& parts) {
     writer->finish(parts);
     contents.small_files(directory->path());
     directory->commit();
-    remove_old_checkpoints(options.run_dir, options.keep, best_checkpoint(options.run_dir));
+    std::string best;
+    try {
+        best = best_checkpoint(options.run_dir);
+    } catch (const SystemError& e) {  // the one that cannot be read may be the best
+        kept_for = e.what();
+        return;
+    }
+    remove_old_checkpoints(options.run_dir, options.keep, best);
 }
 
 void CheckpointSaver::end(const std::string& error) {
@@ -209,7 +231,11 @@ void CheckpointSaver::end(const std::string& error) {
     hold.reset();
     state = State::Idle;
     last_failed = !error.empty();
-    if (!last_failed) return note("saved " + path());
+    if (!last_failed) {
+        note("saved " + path());
+        if (!kept_for.empty()) note("older checkpoints stay: " + std::exchange(kept_for, ""));
+        return;
+    }
     if (last || options.stop_on_error) throw Error(error);
     note(str("the checkpoint of step ", contents.step, " failed: ", error, "; the run goes on"));
 }

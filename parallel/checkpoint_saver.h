@@ -21,7 +21,7 @@
 // The ranks of a run, for load_state().
 Ranks ranks_of(const Context& ctx);
 
-// Rank 0 locks the run directory, if it exists and `lock` does not hold it yet, and removes what dead processes left in
+// Rank 0 locks the run directory, if it exists and `lock` does not hold it yet, and removes what other runs left in
 // it. If that fails, all ranks throw its error.
 void claim_run_directory(const Context& ctx, const std::string& directory, std::unique_ptr<DirectoryLock>& lock);
 
@@ -68,7 +68,7 @@ class CheckpointSaver {
   private:
     enum class State : uint8_t { Idle, Writing, Publishing };
     std::string prepare(const TrainingArenas& arenas, std::string& temporary);
-    void start(std::function<void()> task);
+    void start(const std::function<void()>& task);
     bool all_ready(bool wait);
     std::string agreed_error();
     void advance(bool wait);
@@ -88,4 +88,5 @@ class CheckpointSaver {
     std::future<void> work;  // valid while this rank writes or publishes
     State state = State::Idle;
     bool last = false, background = false, last_failed = false;
+    std::string kept_for;  // on rank 0: why older checkpoints were not removed
 };

@@ -8,8 +8,13 @@
 
 #include <algorithm>
 #include <fstream>
+#include <latch>
 #include <string>
 #include <system_error>
+#include <thread>
+#include <vector>
+
+#include "runtime/error.h"
 
 namespace {
 
@@ -32,6 +37,22 @@ void bound_threads() {
     if (omp_get_max_threads() > most) omp_set_num_threads(most);
 }
 
+void check_threads() {
+    const int threads = omp_get_max_threads();
+    std::latch all_started(1);
+    std::vector<std::thread> others;
+    std::string failure;
+    try {
+        while (int(others.size()) < threads - 1) others.emplace_back([&] { all_started.wait(); });
+    } catch (const std::system_error& e) {
+        failure = e.code().message();
+    }
+    all_started.count_down();
+    for (std::thread& other : others) other.join();
+    require(failure.empty(), "cannot start ", threads, " threads: ", failure,
+            "; raise the limit on processes (ulimit -u), or set OMP_NUM_THREADS");
+}
+
 int with_enough_stack(const std::function<int()>& work) {
     rlimit limit{};
     if (getrlimit(RLIMIT_STACK, &limit) != 0 || limit.rlim_cur >= STACK) return work();
@@ -49,7 +70,7 @@ int with_enough_stack(const std::function<int()>& work) {
     pthread_t thread;
     const int error = pthread_create(&thread, &attributes, run, &in_thread);
     pthread_attr_destroy(&attributes);
-    if (error) throw std::system_error(error, std::generic_category(), "cannot start a thread");
+    if (error) throw std::system_error(error, std::generic_category());
     pthread_join(thread, nullptr);
     return in_thread.result;
 }

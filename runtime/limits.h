@@ -8,6 +8,9 @@
 // new threads exceeds the stack. Call this in the thread that computes, before its first parallel region.
 void bound_threads();
 
+// Throws Error if the threads of OpenMP cannot be started. Otherwise libgomp would end the process, without a remedy.
+void check_threads();
+
 // Returns work(), which runs with a stack of at least 8 MiB, Linux's usual default; so do the threads that it starts.
 // Kernels keep tiles on the stack. If `ulimit -s` is smaller the limit is raised, or where that is not permitted, work
 // runs in a thread of its own. Throws std::system_error if that cannot be started.

@@ -16,7 +16,7 @@ import sys
 from printable import printable
 from run_log import LogError, log_path, read_log, run_name
 
-NOT_SCALARS = ("step", "tokens", "minutes", "hours", "skipped", "spike")
+NOT_SCALARS = ("step", "tokens", "minutes", "hours", "skipped", "spike", "no_loss_tokens")
 VALIDATION = {"val_loss": "val/loss", "bits_per_byte": "val/bits_per_byte", "accuracy": "val/accuracy",
               "accuracy_norm": "val/accuracy_norm", "perplexity": "val/perplexity"}
 

@@ -3,7 +3,8 @@
 
 A round is one training run. It is started, disturbed and resumed until it is finished: with signals to the run, to one
 of its ranks or to their launcher, in each state; on full disks; with a second run in the same directory; beside copies
-whose files are damaged. It may continue on other ranks and in another ZeRO stage. Then its weights, its optimizer state
+whose files are damaged; with files that cannot be read, too few threads or descriptors, what killed runs leave, and
+ranks that differ. Some steps have no loss tokens. It may continue on other ranks and in another ZeRO stage. Then its weights, its optimizer state
 and its log must be those of a run that was left alone, bit for bit.
 
 All choices follow from --seed and the number of the round; how far a run gets until a signal arrives does not.
@@ -30,7 +31,8 @@ import several_ranks  # noqa: E402
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 20, 3, 2
 SEQ_LEN, BATCH, SEQUENCES = 32, 2, 24  # a step has 24 sequences, so 12 micro-steps on one rank and 4 on three
-VARIANTS = ([], ["--recompute", "block"], ["--attention", "LG", "--document-mask"])
+PROMPTS = ["--grad-clip", "0.9"]  # of the variant that trains on prompts, so that some steps have no loss tokens
+VARIANTS = ([], ["--recompute", "block"], ["--attention", "LG", "--document-mask"], PROMPTS)
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STATES = ("plan", "warm-up", "step", "evaluation", "save", "publish", "log")
 FILES = ("config.json", "trainer.json", "state.safetensors", "model.safetensors", "tokenizer.json")
@@ -155,7 +157,8 @@ class Round:
         self.random = random.Random(f"{campaign.seed}:{number}")
         self.out = os.path.join(campaign.top, f"round{number}")
         self.variant = self.random.choice(VARIANTS)
-        self.world = self.random.choice(campaign.worlds)
+        ranks = self.random.choice(sorted({world.ranks for world in campaign.worlds}))  # one rank as often as three
+        self.world = self.random.choice([world for world in campaign.worlds if world.ranks == ranks])
         self.parts = []  # (first step, world) of each segment
         self.segment = None
 
@@ -165,7 +168,8 @@ class Round:
         world_options = ["--batch-size", BATCH, "--zero-stage", world.stage, "--steps", steps, *extra]
         if resume:
             return ["--resume", "--out", out, *world_options]
-        return [*harness.MODEL, "--data", self.campaign.data, "--out", out, "--seq-len", SEQ_LEN,
+        data = self.campaign.prompts if self.variant is PROMPTS else self.campaign.data
+        return [*harness.MODEL, "--data", data, "--out", out, "--seq-len", SEQ_LEN,
                 "--total-batch-tokens", SEQUENCES * SEQ_LEN, "--schedule", "constant", "--warmup", 2, "--keep", 2,
                 "--save-every", SAVE_EVERY, "--eval-every", EVAL_EVERY, "--gemm-tune", "off", *self.variant,
                 *world_options]
@@ -202,8 +206,11 @@ class Round:
         expected, final = self.expected(parts), f"step_{STEPS:08}"
         found, wanted = (harness.digests(os.path.join(run, final)) for run in (out, expected))
         different = [name for name in ("model.safetensors", "state.safetensors") if found[name] != wanted[name]]
-        logged = [[(line["step"], line.get("loss"), line.get("val_loss")) for line in harness.log(run)
-                   if "loss" in line or line["step"] % EVAL_EVERY == 0] for run in (out, expected)]
+        logged = [[(line["step"], line.get("loss"), line.get("val_loss"), line.get("no_loss_tokens"))
+                   for line in harness.log(run) if "loss" in line or line["step"] % EVAL_EVERY == 0]
+                  for run in (out, expected)]
+        if self.variant is PROMPTS and not any(line[-1] for line in logged[0]):
+            different.append("log.jsonl: no step is marked as without loss tokens")
         if logged[0] != logged[1]:
             first = next((pair for pair in zip(*logged) if pair[0] != pair[1]), [len(lines) for lines in logged])
             different.append(f"log.jsonl: {first[0]} instead of {first[1]}")
@@ -336,6 +343,85 @@ class Round:
         self.say(f"full disk ({kind}, {at if kind == 'operation' else size}), exit status {status}")
         self.campaign.count[f"full disk ({kind})"] += status != 0
 
+    def shim(self, path, mode, at, times=1):
+        return {"LD_PRELOAD": harness.SHIM, "CRASH_SHIM_MODE": mode, "CRASH_SHIM_AT": str(at),
+                "CRASH_SHIM_FOR": str(times), "CRASH_SHIM_DIR": os.path.realpath(path)}
+
+    def log_unwritable(self):
+        """A log that cannot be written for a while: the run goes on, and no line is lost."""
+        at, times = self.random.randrange(1, 30), self.random.randrange(1, 6)
+        segment = self.start(variables=self.shim(os.path.join(self.out, "log.jsonl"), "enospc", at, times))
+        if segment.wait():
+            raise Lost(f"a log that cannot be written for a while ended the run: {segment.said()[-2000:]}")
+        self.say(f"log unwritable {times} times from write {at} on")
+        self.campaign.count["log unwritable"] += "is written again; no line is lost" in segment.said()
+
+    def scarce(self):
+        """Too few threads or descriptors: one line, or no effect on the result."""
+        kind, most = self.random.choice((("threads", 6), ("descriptors", 14)))
+        number, before, options = self.random.randrange(most), newest_step(self.out), {}
+        if kind == "threads":
+            options["variables"] = {**self.shim(self.out, "enospc", 0), "CRASH_SHIM_THREADS": str(number)}
+        else:
+            options["limits"] = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
+        segment = self.start(**options)
+        status = segment.wait()
+        if status == 127 and kind == "descriptors":  # the system could not load the program
+            status = 0
+        if status:
+            self.check_failure(segment.said(), status, f"{number} {kind}")
+        self.check_checkpoints(before)
+        self.say(f"{number} {kind}, exit status {status}")
+        self.campaign.count[f"too few {kind}"] += status != 0
+
+    def unreadable(self):
+        """A read that fails is no damage: nothing advises to remove a checkpoint, and none is lost."""
+        before = newest_step(self.out)
+        path = self.campaign.data if before < 0 else os.path.join(self.out, harness.checkpoints(self.out)[-1])
+        at = self.random.randrange(1, 60)
+        segment = self.start(variables=self.shim(path, "eio", at))
+        status = segment.wait()
+        if status:
+            self.check_failure(segment.said(), status, "unreadable file")
+            if any(word in segment.said() for word in ("; remove", "damaged", "start again")):
+                raise Lost(f"a read that failed is called damage: {segment.said()[-2000:]}")
+        self.check_checkpoints(before)
+        self.say(f"read {at} of {os.path.basename(path)} fails, exit status {status}")
+        self.campaign.count["unreadable file"] += status != 0
+
+    def leftover(self):
+        """What a killed run leaves is removed at the start, although its process id lives again."""
+        before, left = newest_step(self.out), os.path.join(self.out, ".tmp-step_00000099-1")
+        os.makedirs(left, exist_ok=True)
+        segment = self.start()
+        if segment.wait_for("step"):
+            if os.path.exists(left):
+                raise Lost(f"{left} stays")
+            self.send(segment, signal.SIGTERM, "rank")
+        segment.wait()
+        self.wait_for_orphans(segment)
+        self.check_checkpoints(before)
+        self.say("a leftover whose process id lives")
+        self.campaign.count["leftover"] += 1
+
+    def ranks_differ(self):
+        """Ranks with different options are refused with one line, and disturb nothing."""
+        before = newest_step(self.out)
+        name, value = self.random.choice((("--lr", 0.1), ("--seed", 7), ("--grad-clip", 0.7)))
+        arguments = self.arguments(self.out, self.world, before >= 0)
+        commands = [several_ranks.command(1, *arguments, *([name, value] if rank == self.world.ranks - 1 and
+                                                           name not in arguments else []))
+                    for rank in range(self.world.ranks)]
+        if name in arguments:
+            return self.signalled()
+        status, said = several_ranks.run_each(*commands)
+        if not status or f"rank {self.world.ranks - 1} has {name} " not in said:
+            raise Lost(f"ranks that differ in {name}: exit status {status}: {said[-2000:]}")
+        self.check_checkpoints(before)
+        self.say(f"ranks differ in {name}")
+        self.campaign.count["ranks that differ"] += 1
+        return None
+
     def second_run(self):
         """A second run in the same directory is refused and does not disturb the first."""
         segment = self.start()
@@ -394,8 +480,9 @@ class Round:
         for _ in range(self.random.randrange(2, 6)):
             if newest_step(self.out) >= STEPS:
                 break
-            kinds = [self.signalled] * 4 + [self.damaged_files, self.second_run]
-            kinds += [self.rank_lost] if self.world.ranks > 1 else [self.disk_full] * 2
+            kinds = [self.signalled] * 4 + [self.damaged_files, self.second_run, self.leftover]
+            kinds += [self.rank_lost, self.ranks_differ] if self.world.ranks > 1 else \
+                [self.disk_full] * 2 + [self.log_unwritable, self.scarce, self.scarce, self.unreadable]
             self.random.choice(kinds)()
             if moves:
                 self.world = self.random.choice(self.campaign.worlds)
@@ -419,8 +506,18 @@ class Campaign:
         self.seed, self.quiet = seed, quiet
         self.top = tempfile.mkdtemp(prefix="train_gpt_soak_")
         self.data = harness.make_data(self.top)
+        self.prompts = self.make_prompts()
         self.worlds = worlds()
         self.expected, self.count = {}, Counter()
+
+    def make_prompts(self):
+        """Data of which one sequence in 24 has loss tokens, as many as a step has."""
+        tokens = [(7 * i * i + 3) % 250 for i in range(SEQ_LEN * 480 + 1)]
+        prompts = harness.write_tokens(os.path.join(self.top, "prompts"), tokens,
+                                       [(i - 1) // SEQ_LEN % SEQUENCES == 0 for i in range(len(tokens))])
+        for name in ("tokenizer.json", "val_000000.bin"):
+            shutil.copy(os.path.join(self.data, name), prompts)
+        return prompts
 
     def say(self, line):
         if not self.quiet:
@@ -482,6 +579,8 @@ def main():
     parser.add_argument("--quiet", action="store_true", help="print the result only")
     options = parser.parse_args()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # runs inherit it; nohup would have them ignore the signal
+    if not os.path.exists(harness.SHIM):
+        sys.exit(f"soak: {harness.SHIM} is missing, so no call would fail; build it: make test-binaries")
     campaign = Campaign(options.seed, options.quiet)
     print(f"seed {options.seed}, {harness.DRIVER}, up to {campaign.worlds[-1].ranks} ranks", flush=True)
     sys.exit(not campaign.run(options.minutes, options.round))

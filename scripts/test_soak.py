@@ -33,6 +33,7 @@ class SoakTest(unittest.TestCase):
             with open(driver, "w") as file:
                 file.write(WRONG_DRIVER.format(DRIVER))
             os.chmod(driver, 0o755)
+            os.symlink(os.path.join(os.path.dirname(os.path.realpath(DRIVER)), "dev"), os.path.join(top, "dev"))
             done = self.soak(driver)
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
         self.assertIn("LOST in round 1 (repeat it with --seed 3 --round 1)", done.stdout)

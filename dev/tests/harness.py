@@ -12,7 +12,7 @@ import unittest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT") or os.path.join(ROOT, "train_gpt"))
-SHIM = os.path.join(os.path.dirname(DRIVER), "dev", "crash_shim.so")
+SHIM = os.path.join(os.path.dirname(os.path.realpath(DRIVER)), "dev", "crash_shim.so")
 MODEL = ["--model", "gpt2-tiny", "--layers", "2", "--channels", "32", "--heads", "2", "--max-positions", "64"]
 
 CACHE = tempfile.TemporaryDirectory(prefix="train_gpt_cache_")  # not the user's
@@ -92,6 +92,20 @@ def make_data(top):
         with open(os.path.join(text, f"{i:02}.txt"), "w") as file:
             file.writelines(sentence(i, j) for j in range(12))
     return tokenize(text, os.path.join(top, "data"), "--val", "0.1")
+
+
+def write_tokens(data, tokens, mask=None):
+    """Makes a data directory of 16-bit tokens. mask: of each whether it is a loss token."""
+    os.mkdir(data)
+
+    def header(magic):
+        return struct.pack("<3i", magic, 1, len(tokens)).ljust(1024, b"\0")
+    with open(os.path.join(data, "train_000000.bin"), "wb") as file:
+        file.write(header(20240520) + struct.pack(f"<{len(tokens)}H", *tokens))
+    if mask:
+        with open(os.path.join(data, "train_000000.mask"), "wb") as file:
+            file.write(header(20261121) + bytes(map(int, mask)))
+    return data
 
 
 class CommandsTest(unittest.TestCase):

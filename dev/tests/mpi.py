@@ -49,12 +49,13 @@ def mpirun(ranks, command, timeout=120, **variables):
 
 
 def start_as_torchrun_does(ranks, command, **variables):
-    """Starts one process for each rank. Returns the running processes."""
+    """Starts one process for each rank; command: one for all, or a list with one for each. Returns the processes."""
+    commands = command if isinstance(command[0], list) else [command] * ranks
     with socket.socket() as taken:  # rank 0 listens on the next port
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [subprocess.Popen(command, env={**os.environ, **ENVIRONMENT, **world, **variables, "RANK": str(r), "LOCAL_RANK": str(r)},
+    return [subprocess.Popen(commands[r], env={**os.environ, **ENVIRONMENT, **world, **variables, "RANK": str(r), "LOCAL_RANK": str(r)},
                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             for r in range(ranks)]
 

@@ -32,6 +32,17 @@ def run(ranks, *args, limit=300 if harness.sanitized() else 120):
                              f"their output: {said[-2000:]}") from None
 
 
+def run_each(*commands):
+    """Ranks with commands of their own: (exit status of the launcher or of the first that failed, what all said)."""
+    if CUDA:
+        ranks = mpi.start_as_torchrun_does(len(commands), list(commands))
+        said = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
+        return next((rank.returncode for rank in ranks if rank.returncode), 0), said
+    line = [word for command in commands for word in (":", "-n", "1", *command)][1:]
+    done = mpi.run(["mpirun", *line])
+    return done.returncode, done.stdout + done.stderr
+
+
 def process_of_rank(rank, parent):
     """The process id of a rank among the descendants of a launcher."""
     names = (f"OMPI_COMM_WORLD_RANK={rank}".encode(), f"TRAIN_GPT_RANK={rank}".encode())

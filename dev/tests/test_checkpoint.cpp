@@ -667,7 +667,7 @@ TEST(Checkpoints, RemovesTheLeftoversOfAZombie) {
     siginfo_t ended;
     ASSERT_EQ(::waitid(P_PID, id_t(child), &ended, WEXITED | WNOWAIT), 0);  // it stays a zombie
     make_directories(dir.file(".tmp-step_00000003-" + std::to_string(child)));
-    remove_leftovers(dir.path());
+    remove_leftovers(dir.path(), false);
     EXPECT_EQ(list_directory(dir.path()), std::vector<std::string>{});
     EXPECT_EQ(::waitpid(child, nullptr, 0), child);
 }
@@ -687,10 +687,13 @@ TEST(Checkpoints, RemovesOldCheckpoints) {
     make_directories(dir.file(".old-other"));
     remove_old_checkpoints(dir.path(), 2, "step_00000003");
     EXPECT_TRUE(path_exists(dir.file(".tmp-log.jsonl")));  // another thread may be writing it
-    remove_leftovers(dir.path());
-    EXPECT_EQ(list_directory(dir.path()),
-              (std::vector<std::string>{".old-other", ".tmp-other-99999999", ".tmp-step_00000003-1", "log.jsonl",
-                                        "step_00000003", "step_00000005", "step_00000006"}));
+    remove_leftovers(dir.path(), false);
+    std::vector<std::string> left = {".old-other",    ".tmp-other-99999999", ".tmp-step_00000003-1", "log.jsonl",
+                                     "step_00000003", "step_00000005",       "step_00000006"};
+    EXPECT_EQ(list_directory(dir.path()), left);
+    remove_leftovers(dir.path(), true);  // the lock proves that process 1 does not write here
+    left.erase(left.begin() + 2);
+    EXPECT_EQ(list_directory(dir.path()), left);
     remove_old_checkpoints(dir.path(), 100, "");
     EXPECT_EQ(list_checkpoints(dir.path()).size(), 3u);
     remove_old_checkpoints(dir.path(), 1, "step_00000006");

@@ -3,9 +3,11 @@
 
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <thread>
 
@@ -202,6 +204,73 @@ TEST(Control, MissingRanksTimeOut) {
     expect_error([&] { ControlChannel(world_of(2, 3, port, 0.3), member_of(2)); },
                  str("rank 2: rank 0 could not be reached at 127.0.0.1:", port,
                      " within 0.3 s (--comm-timeout): Connection refused"));
+}
+
+// Opens descriptors until there are none left, within a limit that rank 0 does not raise for two ranks.
+class NoDescriptors {
+  public:
+    NoDescriptors() {
+        getrlimit(RLIMIT_NOFILE, &before);
+        const rlimit low = {std::min<rlim_t>(400, before.rlim_max), before.rlim_max};
+        setrlimit(RLIMIT_NOFILE, &low);
+        for (int fd; (fd = dup(STDERR_FILENO)) >= 0;) taken.push_back(Descriptor(fd));
+    }
+    ~NoDescriptors() { setrlimit(RLIMIT_NOFILE, &before); }
+    NoDescriptors(const NoDescriptors&) = delete;
+    NoDescriptors& operator=(const NoDescriptors&) = delete;
+
+  private:
+    rlimit before{};
+    std::vector<Descriptor> taken;
+};
+
+Descriptor connected_to(int port) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    address.sin_port = htons(uint16_t(port));
+    Descriptor connection(socket(AF_INET, SOCK_STREAM, 0));
+    const bool made = connect(connection, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0;
+    return made ? std::move(connection) : Descriptor();
+}
+
+TEST(Control, WithoutDescriptorsRanksEndAtOnce) {
+    Descriptor listener;
+    const int port = free_port(&listener), other_port = free_port();
+    World first = world_of(0, 2, port);
+    first.rendezvous_socket = dup(listener);
+    const Descriptor waiting = connected_to(port);
+    ASSERT_GE(waiting, 0);
+    const std::string reason = ": Too many open files; raise the limit on open files (ulimit -n)";
+    const auto fails = [&](const World& world, const std::string& what) {
+        const NoDescriptors none;
+        expect_error([&] { ControlChannel(world, member_of(world.rank)); },
+                     str("rank ", world.rank, ": ", what, reason));
+    };
+    const auto begin = std::chrono::steady_clock::now();
+    fails(first, "cannot accept a connection");
+    fails(world_of(1, 2, port), str("cannot connect to 127.0.0.1:", port));
+    fails(world_of(0, 2, other_port), str("cannot listen at 127.0.0.1:", other_port));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));  // --comm-timeout is 20
+}
+
+// Others than ranks connect all the time, so there is always a connection to accept.
+TEST(Control, StrangersDoNotPutOffTheDeadline) {
+    Descriptor listener;
+    const int port = free_port(&listener);
+    World first = world_of(0, 2, port, 0.5);
+    first.rendezvous_socket = dup(listener);
+    std::atomic<bool> ended = false;
+    std::thread strangers([&] {
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+        while (!ended && std::chrono::steady_clock::now() < end) connected_to(port);
+    });
+    const auto begin = std::chrono::steady_clock::now();
+    expect_error([&] { ControlChannel(first, member_of(0)); }, str("rank 0: 1 of 2 ranks connected to 127.0.0.1:", port,
+                                                                   " within 0.5 s (--comm-timeout); missing: 1"));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+    ended = true;
+    strangers.join();
 }
 
 TEST(Control, MissingRendezvousAddressIsAnError) {

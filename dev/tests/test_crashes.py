@@ -87,6 +87,95 @@ class CrashesTest(BaseRunTest):
             shutil.rmtree(os.path.join(self.top, f"goes_on_{n}"))
         self.assertGreater(failed, 3)
 
+    def resume_with_failing_log(self, name, calls, *args):
+        """The base run from step 4 on; its log cannot be written from a call on, for some calls."""
+        out = self.copy_with_checkpoint(name, 4)
+        at, times = calls
+        env = {**self.shim("enospc", os.path.join(out, "log.jsonl"), at), "CRASH_SHIM_FOR": str(times)}
+        return out, run("train", "--out", out, "--resume", *args, env=env)
+
+    def numbers(self, out):
+        return [{k: v for k, v in line.items() if k not in ("ms", "tokens_per_s", "mfu")} for line in log(out)]
+
+    def test_a_log_that_cannot_be_written_for_a_while(self):
+        expected = digests(os.path.join(self.base, "step_00000008"))
+        for calls in (1, 1), (1, 3), (2, 4), (5, 1), (5, 5):  # 5: the line of the last evaluation
+            out, done = self.resume_with_failing_log("full_for_a_while", calls)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn(f"{out}/log.jsonl: cannot write: No space left on device; free some disk space; the lines are "
+                          "kept and written when that is possible\n", done.stderr)
+            self.assertIn(f"{out}/log.jsonl is written again; no line is lost\n", done.stderr)
+            self.assertEqual(self.numbers(out), self.numbers(self.base))
+            self.assertEqual(digests(os.path.join(out, "step_00000008")), expected)
+            shutil.rmtree(out)
+
+    def test_a_log_that_cannot_be_written_until_the_end(self):
+        out, done = self.resume_with_failing_log("full_to_the_end", (3, 100000))
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertRegex(done.stderr.splitlines()[-1], "^train_gpt: train: .*/log.jsonl: cannot write: No space left on "
+                                                       "device; .*; the last lines of the log are lost$")
+        self.assertEqual(checkpoints(out)[-1], "step_00000008")
+        self.assertEqual(self.numbers(out), self.numbers(self.base)[:len(log(out))])
+
+    def test_stops_at_a_log_that_cannot_be_written_but_saves_first(self):
+        out, done = self.resume_with_failing_log("full_stops", (1, 1), "--on-save-error", "stop")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertRegex(done.stderr.splitlines()[-1], "^train_gpt: train: .*/log.jsonl: cannot write: No space left")
+        step = log(out)[-1]["step"]
+        self.assertLess(step, 8)
+        self.assertEqual(checkpoints(out)[-1], f"step_{step:08}")
+        again = run("train", "--out", out, "--resume")
+        self.assertEqual(again.returncode, 0, again.stderr)
+        self.assertEqual(self.numbers(out), self.numbers(self.base))
+        self.assertEqual(digests(os.path.join(out, "step_00000008")), digests(os.path.join(self.base, "step_00000008")))
+
+    def fails_to_read(self, n, where, *args):
+        """A run whose n-th read below a path fails, or none. A failed read is no content: the line says so."""
+        done = run("train", *args, env=self.shim("eio", where, n))
+        if done.returncode:
+            last = done.stderr.splitlines()[-1]
+            self.assertRegex(last, "^train_gpt: train: .*cannot (read|look up|open): Input/output error; check the disk")
+            self.assertEqual(done.stderr.count("train_gpt: "), 1, done.stderr)
+            for advice in "remove", "damaged", "start again", "make some", "restore":
+                self.assertNotIn(advice, last)
+        return done
+
+    def test_a_checkpoint_that_cannot_be_read(self):
+        """At every read of the only checkpoint: nothing advises to remove it, and a run that goes on keeps it."""
+        checkpoint = os.path.join(self.copy_with_checkpoint("unreadable", 4), "step_00000004")
+        expected, failed = digests(checkpoint), 0
+        out = os.path.dirname(checkpoint)
+        for n in range(1, 400):
+            done = self.fails_to_read(n, checkpoint, "--resume", "--out", out, "--steps", 8, "--keep", 1)
+            if not done.returncode and "older checkpoints stay: " not in done.stderr:
+                break  # it was removed, because the one of step 8 is better
+            self.assertEqual(digests(checkpoint), expected)
+            failed += 1
+            shutil.rmtree(out)
+            self.copy_with_checkpoint("unreadable", 4)
+        self.assertGreater(failed, 10)
+
+    def test_other_files_that_cannot_be_read(self):
+        config = os.path.join(self.top, "config.toml")
+        with open(config, "w") as file:
+            file.write("steps = 2\nlr = 1e-3\n" + "# comment\n" * 20000)
+        args, out = self.train_args("unread", "--config", config), os.path.join(self.top, "unread")
+        for n in 1, 2:  # the second read finds the end
+            done = run(*args, env=self.shim("eio", config, n))
+            self.assertNotEqual(done.returncode, 0)
+            self.assertIn("Input/output error", done.stderr)
+            self.assertFalse(os.path.exists(out))
+        for n in range(1, 400, 4):
+            done = self.fails_to_read(n, self.data, *self.train_args("unread", "--steps", 2)[1:])
+            shutil.rmtree(out, ignore_errors=True)
+            if not done.returncode:
+                break
+        self.assertGreater(n, 30)
+        out = self.copy_with_checkpoint("unread_options", 4)
+        done = self.fails_to_read(2, os.path.join(out, "run.toml"), "--resume", "--out", out)
+        self.assertEqual(done.returncode, 1)
+        self.assertEqual(checkpoints(out), ["step_00000004"])
+
     def test_free_space_is_checked_before_a_save(self):
         if os.geteuid() != 0:
             self.skipTest("mounting a small file system needs root")
@@ -152,6 +241,33 @@ class CrashesTest(BaseRunTest):
             if not waits:
                 break
         self.assertEqual(len(outcomes), 2, outcomes)
+
+    def test_too_few_threads(self):
+        """One line, whatever number of threads the system allows; a save that gets no thread is written by the run."""
+        if cuda():
+            self.skipTest("CUDA starts threads of its own")
+        env = {"LD_PRELOAD": self.shim("enospc", self.top, 0)["LD_PRELOAD"], "OMP_NUM_THREADS": "2"}
+        done = run("info", env={**env, "CRASH_SHIM_THREADS": "0"})
+        message = "cannot start a thread: Resource temporarily unavailable; raise the limit on processes (ulimit -u)"
+        self.assertEqual((done.returncode, done.stderr), (1, f"train_gpt: {message}\n"))
+        expected, waited = digests(os.path.join(self.base, "step_00000008")), 0
+        for threads in range(12):
+            out = self.copy_with_checkpoint(f"threads_{threads}", 4)
+            done = run("train", "--out", out, "--resume", "--save-every", 2,
+                       env={**env, "CRASH_SHIM_THREADS": str(threads)})
+            self.assertIn(done.returncode, (0, 1), done.stderr)
+            self.assertNotIn("terminate called", done.stderr)
+            if done.returncode:
+                self.assertEqual((waited, done.stderr.count("Resource temporarily unavailable")), (0, 1), done.stderr)
+                continue
+            waits = f"training waits while {out}/step_00000006 is written: cannot start a thread: " in done.stderr
+            waited += waits
+            self.assertIn(f"saved {out}/step_00000006\n", done.stderr)
+            self.assertEqual(digests(os.path.join(out, "step_00000008")), expected)
+            if not waits:
+                break
+        self.assertGreater(waited, 0)
+        self.assertGreater(threads, 3)
 
     def test_step_timeout(self):
         """A process that hangs ends with one line that names the state. Here the file system hangs."""

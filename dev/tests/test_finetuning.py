@@ -3,10 +3,9 @@
 import json
 import os
 import shutil
-import struct
 import unittest
 
-from harness import MODEL, BaseRunTest, digests, log, losses, run, text_of, tokenize
+from harness import MODEL, BaseRunTest, digests, log, losses, run, tensor_bytes, text_of, tokenize, write_tokens
 
 
 class FinetuningTest(BaseRunTest):
@@ -54,14 +53,8 @@ class FinetuningTest(BaseRunTest):
         tokens = [(7 * i * i + 3) % 50 for i in range(T)] * sequences + [3]
         runs = {}
         for name in ("all", "some"):
-            data = os.path.join(self.top, "repeated_" + name)
-            os.mkdir(data)
-            header = lambda magic: struct.pack("<3i", magic, 1, len(tokens)).ljust(1024, b"\0")
-            with open(os.path.join(data, "train_000000.bin"), "wb") as file:
-                file.write(header(20240520) + struct.pack(f"<{len(tokens)}H", *tokens))
-            if name == "some":
-                with open(os.path.join(data, "train_000000.mask"), "wb") as file:
-                    file.write(header(20261121) + bytes(int((i - 1) // T % 3 != 0) for i in range(len(tokens))))
+            mask = [(i - 1) // T % 3 != 0 for i in range(len(tokens))]
+            data = write_tokens(os.path.join(self.top, "repeated_" + name), tokens, mask if name == "some" else None)
             for micro in (1, 4):
                 out = os.path.join(self.top, f"repeated_{name}_{micro}")
                 # In fp32: the rounding of bf16 differs between micro-batches.
@@ -76,6 +69,38 @@ class FinetuningTest(BaseRunTest):
                 self.assertAlmostEqual(line["grad_norm"] / reference["grad_norm"], 1, delta=1e-4, msg=key)
         self.assertLess(runs["some", 1][-1]["loss"], runs["some", 1][0]["loss"] - 0.05)
 
+    def test_steps_without_loss_tokens(self):
+        """They are marked, change nothing, count neither for the median of norms nor for --max-skips, and are not drawn."""
+        T, sequences = 32, 200
+        tokens = [(7 * i * i + 3) % 50 for i in range(T * sequences + 1)]
+        mask = [(i - 1) // T % 3 == 0 for i in range(len(tokens))]
+        data, out = write_tokens(os.path.join(self.top, "mostly_prompts"), tokens, mask), os.path.join(self.top, "no_loss")
+        done = run("train", *MODEL, "--vocab-size", 50, "--data", data, "--out", out, "--steps", 170, "--seq-len", T,
+                   "--batch-size", 1, "--lr", "1e-3", "--spike-factor", 10, "--max-skips", 1, "--save-every", 1,
+                   "--keep", 200)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        lines = log(out)
+        without = [line["step"] for line in lines if line.get("no_loss_tokens")]
+        self.assertTrue(90 < len(without) < 130, without)  # so many that the median would be one of them
+        for line in lines:
+            self.assertEqual(line["loss"] is None, line["step"] in without, line)
+            self.assertEqual(line["grad_norm"] is None, line["step"] in without, line)
+            self.assertEqual(line.get("skipped", False), line["step"] in without, line)
+            self.assertNotIn("spike", line)
+        self.assertEqual(lines[-1].get("skips", 0) or len(without), len(without))
+        states = {}
+        for step in range(1, 31):
+            checkpoint = os.path.join(out, f"step_{step:08}")
+            with open(os.path.join(checkpoint, "trainer.json")) as file:
+                trainer = json.load(file)
+            updates = step - sum(other <= step for other in without)
+            self.assertEqual((trainer["adam_steps"], trainer["norm_count"]), (updates, updates))
+            states[step] = [tensor_bytes(os.path.join(checkpoint, name)) for name in ("model.safetensors", "state.safetensors")]
+            if step > 1:
+                self.assertEqual(states[step] == states[step - 1], step in without, step)
+        self.assertIn(f"step {without[0]}: none of its tokens has a loss; update skipped, 1 so far\n", done.stderr)
+
+    def test_pairs(self):
         # From JSONL: the loss tokens are those of the responses.
         path, data = os.path.join(self.top, "pairs.jsonl"), os.path.join(self.top, "pairs")
         with open(path, "w") as file:

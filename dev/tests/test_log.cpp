@@ -72,7 +72,8 @@ TEST_F(LogTest, ContinuesInAFileThatReplacesIt) {
     EXPECT_EQ(notes, std::vector<std::string>{path + " was replaced; the log continues in the new file"});
 }
 
-TEST_F(LogTest, LeavesNoHalfLine) {
+// A file size limit is a disk that is full for a while.
+TEST_F(LogTest, WritesWhatAFullDiskRefused) {
     write(1, 3);
     const auto size = rlim_t(lines(1, 3).size());
     rlimit before;
@@ -80,18 +81,28 @@ TEST_F(LogTest, LeavesNoHalfLine) {
     const rlimit low = {size + 5, before.rlim_max};
     const auto handler = std::signal(SIGXFSZ, SIG_IGN);  // as main() does
     ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &low), 0);
-    expect_error([&] { write(4, 4); }, {path, "File too large", "ulimit -f"});
+    write(4, 6);
+    EXPECT_NE(log.error().find("File too large; raise the limit on file sizes (ulimit -f)"), std::string::npos);
+    EXPECT_EQ(notes, std::vector<std::string>{log.error() + "; the lines are kept and written when that is possible"});
+    EXPECT_EQ(read_file(path), lines(1, 3));  // no half line
     ::setrlimit(RLIMIT_FSIZE, &before);
     std::signal(SIGXFSZ, handler);
-    EXPECT_EQ(read_file(path), lines(1, 3));
-    write(4, 4);
-    EXPECT_EQ(read_file(path), lines(1, 4));
+    write(7, 7);
+    EXPECT_EQ(read_file(path), lines(1, 7));
+    EXPECT_EQ(log.error(), "");
+    EXPECT_EQ(notes.back(), path + " is written again; no line is lost");
 }
 
-TEST_F(LogTest, AnUnwritablePathIsAnError) {
+TEST_F(LogTest, AnUnwritablePathIsToldAndTriedAgain) {
     write(1, 1);
-    std::filesystem::remove_all(dir.path());
-    expect_error([&] { write(2, 2); }, {path, "No such file"});
+    std::filesystem::rename(dir.path(), dir.path() + ".away");
+    write(2, 3);
+    EXPECT_NE(log.error().find(path + ": cannot open: No such file"), std::string::npos) << log.error();
+    std::filesystem::rename(dir.path() + ".away", dir.path());
+    log.retry();
+    EXPECT_EQ(read_file(path), lines(1, 3));
+    EXPECT_EQ(log.error(), "");
+    EXPECT_EQ(notes.size(), 2u);
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import harness
 from harness import checkpoints, log
-from several_ranks import CUDA, ENVIRONMENT, GPUS, WHY_NOT, command, process_of_rank, run
+from several_ranks import CUDA, ENVIRONMENT, GPUS, WHY_NOT, command, process_of_rank, run, run_each
 
 COUNTS = (2, 4) if not CUDA or GPUS >= 4 else (2,)
 STAGES = (0, 1, 2, 3)
@@ -126,6 +126,65 @@ class ParallelTest(unittest.TestCase):
         # Stages 0 and 1 accumulate all micro-steps before they sum over ranks; stages 2 and 3 sum each micro-step.
         self.expect_same_bits(runs[:2], "accumulated in stages 0 and 1")
         self.expect_same_bits(runs[2:], "accumulated in stages 2 and 3")
+
+    def test_steps_without_loss_tokens(self):
+        """A step has none if no rank has one. Half of the sequences have none, so a rank alone often has none."""
+        tokens = [(7 * i * i + 3) % 50 for i in range(32 * 100 + 1)]
+        data = harness.write_tokens(os.path.join(self.top, "prompts"), tokens, [(i - 1) // 32 % 2 for i in range(len(tokens))])
+        options = ["--data", data, "--vocab-size", 50, "--total-batch-tokens", 64, "--steps", 16, "--save-every", 0]
+        alone, *runs = self.train_all((1, *options, "--batch-size", 2),
+                                      *((2, *options, "--batch-size", 1, "--zero-stage", stage) for stage in (0, 3)))
+        marked = {line["step"] for line in log(alone) if line.get("no_loss_tokens")}
+        self.assertTrue(1 < len(marked) < 10, marked)
+        for run_dir in runs:
+            self.assertEqual({line["step"] for line in log(run_dir) if line.get("no_loss_tokens")}, marked)
+            for got, expected in zip(log(run_dir), log(alone)):
+                self.assertEqual(got["loss"] is None, got["step"] in marked)
+                if got["loss"]:
+                    self.assertAlmostEqual(got["loss"] / expected["loss"], 1, delta=1e-5)
+
+    def test_ranks_that_differ_are_refused(self):
+        """One line names what differs, the rank and both values; nothing is written or disturbed."""
+        out = self.train(2, "--zero-stage", 0)
+        before = harness.digests(os.path.join(out, "step_00000010"))
+        here, there = os.path.join(self.top, "here"), os.path.join(self.top, "there")
+        for place in here, there:
+            os.mkdir(place)
+            shutil.copytree(self.data, os.path.join(place, "data"))
+            done = harness.run("train", *self.args(os.path.join(place, "base"), "gpt2-tiny", 1, "--steps", 1))
+            self.assertEqual(done.returncode, 0, done.stderr)
+        tail = "start all ranks with the same program, options and files"
+        size = os.path.getsize(os.path.join(there, "data", "val_000000.bin"))
+
+        def differing(words, second, first=(), others=r"(, and \d more differ)?"):
+            commands = []
+            for directory, extra in ((here, first), (there, second)):
+                args = extra if "--model" in extra else self.args("unused", "gpt2-tiny", 2, *extra)
+                commands.append(["env", "-C", directory, harness.DRIVER, "train", *map(str, args)])
+            status, said = run_each(*commands)
+            self.assertNotEqual(status, 0, said)
+            self.assertRegex(said, f"train_gpt: train: rank 1 has {words}{others}; {tail}\n")
+            self.assertFalse(os.path.exists(os.path.join(self.top, "unused")))
+
+        for name, value, ours in (("--lr", "0.1", "3e-3|0.003"), ("--seed", "7", "42"), ("--steps", "11", "10"),
+                                  ("--head-bias", "yes", "none"), ("--zero-stage", "2", "0"), ("--spike-factor", "9", "0")):
+            differing(f"{name} {value}, rank 0 has ({ours})", [name, value], others="")
+        differing(f"--out {self.top}/elsewhere, rank 0 has {self.top}/unused", ["--out", os.path.join(self.top, "elsewhere")])
+        differing("--resume given, rank 0 has none", ["--dtype", "fp32", "--out", out, "--resume"],
+                  ["--dtype", "fp32", "--out", out])
+        self.assertEqual(harness.digests(os.path.join(out, "step_00000010")), before)
+        # Files of equal names that hold other bytes.
+        options = ["--data", "data"]
+        with open(os.path.join(there, "data", "val_000000.bin"), "r+b") as file:
+            file.seek(2000)
+            file.write(bytes([1, 0]))
+        differing(rf"data/val_000000.bin of {size} bytes with checksum \w+, rank 0 has of {size} bytes with checksum \w+",
+                  options, options)
+        weights = os.path.join(there, "base", "step_00000001", "config.json")
+        with open(weights, "a") as file:
+            file.write("\n")
+        options = ["--model", "base", "--data", "data", "--out", "unused", "--seq-len", 32, "--batch-size", 4]
+        differing(r"base/step_00000001/config.json of \d+ bytes .*", options, options)
 
     def test_gradients_summed_in_16_bits(self):
         # The last run adds each micro-step's sum in fp32.

@@ -80,7 +80,7 @@ class ResumeTest(BaseRunTest):
             done = run("train", "--out", other, "--resume")
             self.assertEqual(done.returncode, 1, tensor)
             self.assertRegex(done.stderr.splitlines()[-1],
-                             rf"{path}: tensor {tensor}\S+: .*checksum.*; remove {checkpoint}")
+                             rf"{path}: tensor {tensor}\S+: .*checksum.*; restore it: there is no earlier checkpoint")
         # The state of older versions held all weights, and at first no checksums.
         other = os.path.join(self.top, "changed_p")
         self.change_state(os.path.join(other, "step_00000004", "state.safetensors"),
@@ -160,7 +160,7 @@ class ResumeTest(BaseRunTest):
         out = os.path.join(self.top, "in_the_way")
         shutil.copytree(self.base, out)
         os.remove(os.path.join(out, "step_00000008", "model.safetensors"))
-        self.refused(1, ["--out " + out, "step_00000008 is not a complete checkpoint", "remove it"],
+        self.refused(1, ["--out " + out, "step_00000008 is not a complete checkpoint", "restore its files"],
                      "train", "--out", out, "--resume")
         self.assertEqual(run("train", "--out", out, "--resume", "--steps", 7).returncode, 0)  # it comes to step 7 only
         shutil.rmtree(os.path.join(out, "step_00000008"))

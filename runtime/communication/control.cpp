@@ -71,8 +71,16 @@ bool ready(int fd, short events, std::chrono::steady_clock::time_point until) {
         pollfd p{fd, events, 0};
         const int n = poll(&p, 1, int(std::clamp<int64_t>(ms + 1, 0, 60000)));
         if (n > 0) return true;
-        if (n == 0 && ms <= 0) return false;
+        if (ms <= 0) return false;
     }
+}
+
+// Why a socket could not be had. No wait gives this process more descriptors, so a rank ends at once without them.
+bool out_of_descriptors(int error) {
+    return error == EMFILE;
+}
+std::string socket_error(int error) {
+    return str(std::strerror(error), out_of_descriptors(error) ? "; raise the limit on open files (ulimit -n)" : "");
 }
 
 }  // namespace
@@ -140,10 +148,14 @@ Descriptor listen_at(const std::string& rendezvous, std::string& problem) {
         for (const addrinfo* a = addresses.get(); a; a = a->ai_next) {
             if (a->ai_family != family) continue;
             Descriptor listener(socket(family, a->ai_socktype | SOCK_CLOEXEC, a->ai_protocol));
+            if (listener < 0) {
+                problem = str("cannot listen at ", rendezvous, ": ", socket_error(errno));
+                continue;
+            }
             const int on = 1, off = 0;
             setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
             if (family == AF_INET6) setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-            if (listener >= 0 && bind(listener, a->ai_addr, a->ai_addrlen) == 0 && listen(listener, SOMAXCONN) == 0) {
+            if (bind(listener, a->ai_addr, a->ai_addrlen) == 0 && listen(listener, SOMAXCONN) == 0) {
                 problem.clear();
                 return listener;
             }
@@ -174,17 +186,25 @@ void ControlChannel::accept_ranks(const World& world, const Member& self) {
     put_text(own.device_id, self.device_id);
     put_text(own.library, self.library);
     peers.resize(size_t(size));
+    std::string refused;  // why the last connection was not accepted
     for (int64_t connected = 1; connected < size && problem.empty();) {
-        if (!wait(listener, POLLIN, until)) {
+        // The listener stays ready while connections cannot be accepted, or while others than ranks connect.
+        if (Clock::now() >= until || !wait(listener, POLLIN, until)) {
             std::string missing;
             for (const Hello& h : hellos)
                 if (!h.size && missing.size() < 40) missing += str(missing.empty() ? "" : ", ", &h - hellos.data());
             problem = str(connected, " of ", size, " ranks connected to ", world.rendezvous, " within ", timeout_s,
-                          " s (--comm-timeout); missing: ", missing);
+                          " s (--comm-timeout); missing: ", missing, refused);
             break;
         }
         Descriptor peer(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
-        if (peer < 0) continue;
+        if (peer < 0) {
+            const int error = errno;
+            refused = str("; cannot accept a connection: ", socket_error(error));
+            if (out_of_descriptors(error)) problem = refused.substr(2);
+            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            continue;
+        }
         keep_alive(peer);
         Hello hello{};
         try {
@@ -225,7 +245,9 @@ void ControlChannel::connect_to_rank_0(const World& world, const Member& self) {
         std::string why = error ? gai_strerror(error) : "";
         for (const addrinfo* a = addresses.get(); a && peer < 0; a = a->ai_next) {
             Descriptor attempt(socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, a->ai_protocol));
-            int status = connect(attempt, a->ai_addr, a->ai_addrlen) == 0 ? 0 : errno;
+            if (attempt < 0 && out_of_descriptors(errno))
+                fail(str("cannot connect to ", world.rendezvous, ": ", socket_error(errno)));
+            int status = attempt >= 0 && connect(attempt, a->ai_addr, a->ai_addrlen) == 0 ? 0 : errno;
             socklen_t length = sizeof status;
             if (status == EINPROGRESS) {
                 status = ETIMEDOUT;

@@ -105,7 +105,8 @@ std::string resume_remedy(const std::string& checkpoint) {
     const int64_t step = checkpoint_step(std::filesystem::path(checkpoint).filename().string());
     for (const std::string& name : list_checkpoints(parent_of(checkpoint)))
         if (checkpoint_step(name) < step) previous = name;
-    return str("; remove ", checkpoint, previous.empty() ? " and start again" : " to continue from ", previous);
+    if (previous.empty()) return "; restore it: there is no earlier checkpoint to continue from";
+    return str("; remove ", checkpoint, " to continue from ", previous);
 }
 
 // Directories.
@@ -165,6 +166,8 @@ std::string best_checkpoint(const std::string& run_dir) {
         json loss;
         try {
             loss = read_json(join_path(join_path(run_dir, name), "trainer.json")).value("val_loss", json());
+        } catch (const SystemError&) {
+            throw;
         } catch (const Error&) {  // a damaged checkpoint must not end a run that has a newer one
         }
         if (loss.is_number() && loss.get<double>() < lowest) {
@@ -177,27 +180,30 @@ std::string best_checkpoint(const std::string& run_dir) {
 
 namespace {
 
-bool is_leftover_checkpoint(const std::string& name) {
+// locked: no other process writes here, whatever process has the number of the one that did. In a container numbers are
+// small, so some process always has it.
+bool is_leftover_checkpoint(const std::string& name, bool locked) {
     const size_t dash = name.find_last_of('-');
     const bool unfinished = starts_with(name, ".tmp-") && dash > 5 && dash != std::string::npos &&
-                            checkpoint_step(name.substr(5, dash - 5)) >= 0 && !process_lives(name.substr(dash + 1));
+                            checkpoint_step(name.substr(5, dash - 5)) >= 0 &&
+                            (locked || !process_lives(name.substr(dash + 1)));
     return unfinished ||
            (starts_with(name, REMOVED_PREFIX) && checkpoint_step(name.substr(std::strlen(REMOVED_PREFIX))) >= 0);
 }
 
 }  // namespace
 
-void remove_leftovers(const std::string& run_dir) {
+void remove_leftovers(const std::string& run_dir, bool locked) {
     for (const std::string& name : list_directory(run_dir)) {
         const bool unfinished_file = name == ".tmp-log.jsonl" || name == ".tmp-run.toml";
-        if (unfinished_file || is_leftover_checkpoint(name)) remove_tree(join_path(run_dir, name));
+        if (unfinished_file || is_leftover_checkpoint(name, locked)) remove_tree(join_path(run_dir, name));
     }
 }
 
 void remove_old_checkpoints(const std::string& run_dir, int64_t keep, const std::string& spare) {
     require(keep >= 1, run_dir, ": cannot keep ", keep, " checkpoints; keep at least 1");
     for (const std::string& name : list_directory(run_dir))  // not the files: this process may be writing one
-        if (is_leftover_checkpoint(name)) remove_tree(join_path(run_dir, name));
+        if (is_leftover_checkpoint(name, false)) remove_tree(join_path(run_dir, name));
     std::vector<std::string> names = list_checkpoints(run_dir);
     names.resize(size_t(std::max<int64_t>(0, int64_t(names.size()) - keep)));
     for (const std::string& name : names) {

@@ -22,8 +22,8 @@ std::vector<std::string> list_incomplete_checkpoints(const std::string& run_dir)
 // "step_00000100" → 100; -1 if the name is not of that form.
 int64_t checkpoint_step(const std::string& name);
 
-// The remedy for a damaged checkpoint of a run, for the end of an error: "; remove DIR to continue from step_...", or
-// to start again if there is no earlier one.
+// The remedy for a damaged checkpoint of a run, for the end of an error: "; remove DIR to continue from step_..." if
+// there is an earlier one, never to remove the only one.
 std::string resume_remedy(const std::string& checkpoint);
 
 // ".tmp-<name>-<process id>" beside path: where this process writes what is then renamed to path. Removes those of dead
@@ -50,13 +50,14 @@ class AtomicDirectory {
 // The sequence length in trainer.json; 0 if the directory has no such file.
 int64_t trained_seq_len(const std::string& directory);
 
-// The checkpoint with the lowest val_loss in its trainer.json; empty if none was evaluated. A trainer.json that cannot
-// be read counts as not evaluated.
+// The checkpoint with the lowest val_loss in its trainer.json; empty if none was evaluated. A damaged trainer.json
+// counts as not evaluated.
 std::string best_checkpoint(const std::string& run_dir);
 
-// Removes what dead processes left in a run directory: unfinished checkpoints and files (".tmp-..."), checkpoints that
-// were being removed (".old-..."). The caller holds the directory's lock (runtime/files/lock.h).
-void remove_leftovers(const std::string& run_dir);
+// Removes what other runs left in a run directory: unfinished checkpoints and files (".tmp-..."), checkpoints that were
+// being removed (".old-..."). locked: the caller holds the directory's lock (runtime/files/lock.h), so nobody writes
+// there. Without locks, unfinished checkpoints of processes that live stay.
+void remove_leftovers(const std::string& run_dir, bool locked);
 
 // Removes unfinished checkpoints of dead processes, checkpoints that were being removed, and all except the newest
 // `keep` ≥ 1 and `spare` (a name, may be empty). A checkpoint is first renamed to ".old-step_...", so that a partly

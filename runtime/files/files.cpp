@@ -42,6 +42,9 @@ const char* remedy(int error) {
             return "; raise the limit on open files (ulimit -n)";
         case ENOMEM:
             return "; free some memory";
+        case EIO:
+        case ESTALE:
+            return "; check the disk or the connection to the file server, and try again";
         default:
             return "";
     }
@@ -123,7 +126,7 @@ int open_regular_file(const std::string& path, int64_t& size) {
 }  // namespace
 
 void throw_system_error(const std::string& path, const char* action, int error) {
-    throw Error(
+    throw SystemError(
         str(path.empty() ? "(empty path)" : path, ": cannot ", action, ": ", std::strerror(error), remedy(error)));
 }
 
@@ -268,14 +271,26 @@ void flush_directory(const std::string& path) {
     if (::fsync(directory.fd) != 0 && errno != EINVAL) throw_system_error(path, "flush the directory", errno);
 }
 
+namespace {
+
+// False: there is nothing of this name.
+bool look_up(const std::string& path, struct stat& info) {
+    if (::stat(path.c_str(), &info) == 0) return true;
+    for (const int absent : {ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP})
+        if (errno == absent) return false;
+    throw_system_error(path, "look up", errno);
+}
+
+}  // namespace
+
 bool path_exists(const std::string& path) {
     struct stat info;
-    return ::stat(path.c_str(), &info) == 0;
+    return look_up(path, info);
 }
 
 bool is_directory(const std::string& path) {
     struct stat info;
-    return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+    return look_up(path, info) && S_ISDIR(info.st_mode);
 }
 
 std::string join_path(const std::string& directory, const std::string& name) {
@@ -300,12 +315,39 @@ std::vector<std::string> list_directory(const std::string& path) {
     return names;
 }
 
+namespace {
+
+// The error of a directory that glob() could not read; glob() itself takes that for the directory's end.
+thread_local int glob_error;
+
+void* open_for_glob(const char* path) {
+    DIR* const directory = ::opendir(path);
+    if (!directory && errno != ENOENT && errno != ENOTDIR) glob_error = errno;
+    return directory;
+}
+
+dirent* read_for_glob(void* directory) {
+    errno = 0;
+    dirent* const entry = ::readdir(static_cast<DIR*>(directory));
+    if (!entry && errno) glob_error = errno;
+    return entry;
+}
+
+}  // namespace
+
 std::vector<std::string> glob_files(const std::string& pattern) {
     glob_t found = {};
-    const int status = ::glob(pattern.c_str(), GLOB_NOSORT, nullptr, &found);
+    found.gl_opendir = open_for_glob;
+    found.gl_readdir = read_for_glob;
+    found.gl_closedir = [](void* directory) { ::closedir(static_cast<DIR*>(directory)); };
+    found.gl_stat = ::stat;
+    found.gl_lstat = ::lstat;
+    glob_error = 0;
+    const int status = ::glob(pattern.c_str(), GLOB_NOSORT | GLOB_ALTDIRFUNC, nullptr, &found);
     std::vector<std::string> paths;
     for (size_t i = 0; status == 0 && i < found.gl_pathc; i++) paths.emplace_back(found.gl_pathv[i]);
     ::globfree(&found);
+    if (glob_error) throw_system_error(pattern, "list the files that match", glob_error);
     require(status == 0 || status == GLOB_NOMATCH, pattern, ": cannot list the files that match");
     std::sort(paths.begin(), paths.end());  // by bytes: glob's own order depends on the locale
     return paths;

@@ -9,7 +9,12 @@
 
 #include "runtime/device/tensor.h"
 
-// Throws Error: "<path>: cannot <action>: <the system's message><remedy>".
+// A call of the system that failed: it tells nothing of a file's content, so no file is damaged for it.
+struct SystemError : Error {
+    using Error::Error;
+};
+
+// Throws SystemError: "<path>: cannot <action>: <the system's message><remedy>".
 [[noreturn]] void throw_system_error(const std::string& path, const char* action, int error);
 
 // Reads a whole file. Throws Error for a missing or unreadable file, a directory, or a file larger than limit.
@@ -61,8 +66,8 @@ int64_t free_disk_bytes(const std::string& directory);  // that this user can wr
 
 void make_directories(const std::string& path);  // with parents; does nothing if it exists
 void flush_directory(const std::string& path);   // fsync, so that a rename in it survives a power failure
-bool path_exists(const std::string& path);
-bool is_directory(const std::string& path);
+bool path_exists(const std::string& path);       // throws SystemError if the system cannot tell
+bool is_directory(const std::string& path);      // likewise
 std::string join_path(const std::string& directory, const std::string& name);
 std::vector<std::string> list_directory(const std::string& path);  // names, sorted, without . and ..
 std::vector<std::string> glob_files(const std::string& pattern);   // paths, sorted; empty if none match

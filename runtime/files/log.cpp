@@ -13,8 +13,8 @@
 #include "runtime/error.h"
 #include "runtime/files/files.h"
 
-RunLog::RunLog(const std::string& log_path, int64_t last_step, std::function<void(const std::string&)> tell)
-    : path(log_path), note(std::move(tell)) {
+RunLog::RunLog(const std::string& log_path, int64_t last_step, std::function<void(const std::string&)> tell_user)
+    : path(log_path), note(std::move(tell_user)) {
     if (path.empty()) return;
     if (path_exists(path)) {
         const std::string old = read_file(path);
@@ -30,6 +30,7 @@ RunLog::RunLog(const std::string& log_path, int64_t last_step, std::function<voi
 }
 
 RunLog::~RunLog() {
+    retry();
     if (fd >= 0) ::close(fd);
 }
 
@@ -39,40 +40,60 @@ int RunLog::open() const {
     return opened;
 }
 
+void RunLog::tell(const std::string& line) const {
+    if (note) note(line);
+}
+
 void RunLog::follow_path() {
     struct stat ours, named;
     const bool exists = ::stat(path.c_str(), &named) == 0;
+    if (!exists && errno != ENOENT) throw_system_error(path, "look up", errno);  // it may be there
     if (::fstat(fd, &ours) != 0) throw_system_error(path, "read", errno);
     if (exists && ours.st_ino == named.st_ino && ours.st_dev == named.st_dev) return;
     // The lines so far are still in the open file. The new one gets them when it is open, so that they are not lost if
     // it is removed at once, too.
     const std::string lines = exists ? "" : read_file(str("/proc/self/fd/", fd));
     ::close(std::exchange(fd, open()));
-    append(lines);
-    if (note)
-        note(path + (exists ? " was replaced; the log continues in the new file" : " was gone; it is written again"));
-    note = {};
+    pending.insert(0, lines);
+    if (!std::exchange(told_of_path, true))
+        tell(path + (exists ? " was replaced; the log continues in the new file" : " was gone; it is written again"));
 }
 
 void RunLog::write(const nlohmann::ordered_json& line) {
     if (path.empty()) return;
-    follow_path();
     // A sample may hold bytes that are not UTF-8.
-    append(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+    pending += line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+    retry();
 }
 
-void RunLog::append(const std::string& text) {
+void RunLog::retry() {
+    if (pending.empty()) return;
+    try {
+        follow_path();
+        append();
+        if (!failure.empty()) tell(path + " is written again; no line is lost");
+        failure.clear();
+    } catch (const Error& e) {
+        if (!failure.empty()) return;
+        failure = e.what();
+        tell(failure + "; the lines are kept and written when that is possible");
+    }
+}
+
+void RunLog::append() {
     const off_t end = ::lseek(fd, 0, SEEK_END);
-    for (size_t done = 0; done < text.size();) {
-        const ssize_t n = ::write(fd, text.data() + done, text.size() - done);
+    for (size_t done = 0; done < pending.size();) {
+        const ssize_t n = ::write(fd, pending.data() + done, pending.size() - done);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0) {
             const int error = errno;
-            (void)!::ftruncate(fd, end);  // leaves no half line; if it fails the next start removes it
+            if (::ftruncate(fd, end) != 0)
+                pending.erase(0, done);  // else no half line is left, and all is written again
             throw_system_error(path, "write", error);
         }
         done += size_t(n);
     }
+    pending.clear();
 }
 
 Progress::Progress(int64_t total, int64_t first, bool is_shown)

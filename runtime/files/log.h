@@ -9,24 +9,31 @@
 
 // Appends one JSON object per line. Each line is written at once and whole, so a killed run loses none. A log that is
 // deleted or moved away during the run is written again with all its lines; if another file takes its place, the log
-// continues there.
+// continues there. What cannot be written (a full disk) is kept and written before the next line.
 class RunLog {
   public:
     // Opens path for appending and removes lines whose "step" is > last_step, and an incomplete last line. With an
-    // empty path nothing is written. note: told once if the file disappears.
+    // empty path nothing is written. note: told once if the file disappears, and when lines cannot be written and can
+    // be again.
     RunLog(const std::string& path, int64_t last_step, std::function<void(const std::string&)> note = {});
     ~RunLog();
     RunLog(const RunLog&) = delete;
     RunLog& operator=(const RunLog&) = delete;
     void write(const nlohmann::ordered_json& line);
+    void retry();  // writes what could not be written before
+    // The first error since the log was whole; empty: it is whole.
+    const std::string& error() const { return failure; }
 
   private:
     int open() const;
-    void append(const std::string& text);
+    void append();
     void follow_path();  // opens the file again if path no longer names the one that is open
+    void tell(const std::string& line) const;
     const std::string path;
-    std::function<void(const std::string&)> note;  // empty after the first call
+    const std::function<void(const std::string&)> note;
+    bool told_of_path = false;
     int fd = -1;
+    std::string pending, failure;  // what is not written yet, and why
 };
 
 // Progress on stderr. On a terminal one line that is redrawn; piped, plain lines, at most one a second.
