@@ -186,7 +186,7 @@ struct InputActs {
     Tensor loss_rows;                   // [N] int32; a batch uses its first entries
     Tensor cum_seqlens;                 // [N + 1] int32; the sequences of a batch use its first entries
     Tensor num_sequences;               // [1] int32; used if Batch::num_sequences > 0
-    Tensor rope_table;                  // [T, R/2, 2]
+    Tensor rope_table;                  // [T, R/2, 2], by position; or [N, R/2, 2], by token (angle_rows())
 };
 
 // The head, and what all layers share.
@@ -240,8 +240,11 @@ class Activations : public InputActs, public HeadActs {
     int64_t host_bytes() const { return shape.offload_inputs ? (config.layers - 1) * input_bytes() : 0; }
 
     // int32: token, target, position and loss row of each token, cum_seqlens and num_sequences; int64: the number of
-    // the next micro-step. The scalars of a step use another buffer.
-    int64_t staging_bytes() const { return (5 * shape.B * shape.T + 2) * 4 + 8; }
+    // the next micro-step; the angles of each token. The scalars of a step use another buffer.
+    int64_t staging_bytes() const;
+    // The row of rope_table for each token of a batch. Dynamic NTK scaling beyond the original length has a row for
+    // each token, because its angles depend on the length of its sequence: uploads them.
+    std::vector<int32_t> angle_rows(const Batch& batch, Stream stream) const;
     static constexpr int STAGING_BUFFERS = 4;
     bool uses_fp8(int64_t l) const { return fp8 && fp8->options.in_layer(l, config.layers); }
     Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }

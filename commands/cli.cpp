@@ -449,7 +449,8 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
         ->group(group);
     app.add_option("--rope-partial", o.rope_partial,
                    "channels: RoPE rotates the first channels of a head (Hugging Face's partial_rotary_factor); "
-                   "frequencies: the first pairs of channels, theta^-linspace(0, 1) in frequency, the other pairs are "
+                   "frequencies: the first pairs of channels, rounded down to whole pairs, theta^-linspace(0, 1) in "
+                   "frequency, the other pairs are "
                    "not rotated; default: channels, or that of the preset")
         ->check(CLI::IsMember({"channels", "frequencies"}))
         ->group(group);
@@ -481,7 +482,8 @@ void add_sampling_flags(CLI::App& app, SamplingFlags& o) {
                    "applied before --temperature; 1: off")
         ->check(number_in(1e-3, 1e3))
         ->capture_default_str();
-    app.add_option("--temperature", o.temperature, "divides the logits; 0: always take the most likely token")
+    app.add_option("--temperature", o.temperature,
+                   "divides the logits; 0: always take the most likely token, after --repeat-penalty")
         ->check(number_in(0.0, 1e6))
         ->capture_default_str();
     app.add_option("--top-k", o.top_k, "sample among the k most likely tokens; 0: among all")

@@ -134,6 +134,8 @@ void check_optimizer_options(const TrainOptions& o) {
     const LearningRates rates = learning_rates(o);
     if (rates[0] == 0 && std::any_of(rates.begin(), rates.end(), [](double r) { return r > 0; }))
         throw UsageError("--lr 0: the other learning rates are scaled with it; give it a positive value");
+    if (o.schedule == Schedule::WSD && o.decay_fraction == 0)
+        throw UsageError("--decay-fraction 0: wsd would never reach --final-lr; raise it, or use --schedule constant");
 }
 
 void add_memory_options(CLI::App& app, TrainOptions& o) {

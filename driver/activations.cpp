@@ -1,6 +1,7 @@
 // The activations of a pass over N = B·T tokens: the table of them, and the plan of the memory that they share.
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <optional>
 
 #include "kernels/embedding.h"
@@ -89,7 +90,7 @@ enum Dims {
     N_FC,
     N_FFN,
     SEQUENCE_ENDS,  // [N + 1]
-    ANGLES,         // [T, R/2, 2]: cosines and sines
+    ANGLES,         // [T, R/2, 2], or [N, R/2, 2]: cosines and sines
     CHUNK_LOGITS,   // [chunk, Vp]
     STEP_SUMS,      // [ranks, NUM_STEP_SUMS]
     DQ_SUMS,        // [AttentionSumRows::dq, NH·HS]
@@ -358,6 +359,12 @@ AttentionSumRows gradient_sum_rows(const ModelConfig& c, const RunShape& shape) 
                                        shape.deterministic, shape.target);
 }
 
+// Dynamic NTK scaling: beyond the original length a token's angles depend on the length of its sequence.
+bool angles_by_token(const ModelConfig& c, const RunShape& shape) {
+    return c.positions == Positions::RoPE && c.rope_scaling.kind == RopeScaling::Kind::Dynamic &&
+           shape.T > c.rope_scaling.original_max_position;
+}
+
 std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shape) {
     const int64_t N = shape.B * shape.T;
     switch (dims) {
@@ -394,7 +401,7 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
         case SEQUENCE_ENDS:
             return {N + 1};
         case ANGLES:
-            return {shape.T, c.rotary_channels() / 2, 2};
+            return {angles_by_token(c, shape) ? N : shape.T, c.rotary_channels() / 2, 2};
         case CHUNK_LOGITS:
             return {head_chunk(c, shape), c.padded_vocab()};
         case STEP_SUMS:
@@ -552,12 +559,32 @@ void Activations::allocate(const Context& ctx) {
     loss_sum = sum(ctx.rank, SUM_LOSS);
     if (fp8) fp8->allocate(ctx);
     if (shape.offload_inputs) host_inputs = std::make_unique<BlockInputs>(ctx, config.layers - 1, input_bytes());
-    if (rope_table) {
+    if (rope_table && !angles_by_token(config, shape)) {
         std::vector<float> host(static_cast<size_t>(rope_table.numel()));
         ::rope_table(host_tensor(host.data(), {shape.T, config.rotary_channels() / 2, 2}), config.rope_theta,
                      config.rope_scaling);
         copy_to_device(rope_table.data, host.data(), host.size() * sizeof(float), ctx.stream);
     }
+}
+
+int64_t Activations::staging_bytes() const {
+    const int64_t N = shape.B * shape.T;
+    return (5 * N + 2) * 4 + 8 + (angles_by_token(config, shape) ? N * config.rotary_channels() * 4 : 0);
+}
+
+std::vector<int32_t> Activations::angle_rows(const Batch& batch, Stream stream) const {
+    if (!angles_by_token(config, shape)) return batch.positions;
+    const auto n = int64_t(batch.tokens.size());
+    std::vector<int64_t> lengths;  // of each token's sequence
+    for (size_t s = 1; s < batch.cum_seqlens.size(); s++)
+        lengths.resize(size_t(batch.cum_seqlens[s]), batch.cum_seqlens[s] - batch.cum_seqlens[s - 1]);
+    std::vector<float> host(size_t(n * config.rotary_channels()));
+    rope_rows(host_tensor(host.data(), {n, config.rotary_channels() / 2, 2}), batch.positions.data(), lengths.data(),
+              config.rope_theta, config.rope_scaling);
+    staging->put(rope_table.data, host.data(), int64_t(host.size() * sizeof(float)), stream);
+    std::vector<int32_t> rows(batch.tokens.size());
+    std::iota(rows.begin(), rows.end(), 0);
+    return rows;
 }
 
 LayerActs first_tokens(LayerActs a, int64_t n) {

@@ -52,6 +52,8 @@ class BadInputTest(BaseRunTest):
             (["--muon-coefficients: cubic is not one of"],
              self.train_args("x", "--optimizer", "muon", "--muon-coefficients", "cubic")),
             (["--lr 0", "scaled with it"], self.train_args("x", "--lr", 0, "--embedding-lr", 1e-3)),
+            (["--decay-fraction 0: wsd would never reach --final-lr; raise it, or use --schedule constant"],
+             self.train_args("x", "--schedule", "wsd", "--decay-fraction", 0)),
             (["--schedule: cosin is not one of {cosine,"], self.train_args("x", "--schedule", "cosin")),
             (["--config: /nonexistent.toml: cannot open: No such file"], ["train", "--config", "/nonexistent.toml"]),
             (["--config: /dev/zero: holds more than the 1048576 bytes"], ["train", "--config=/dev/zero"]),

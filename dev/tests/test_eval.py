@@ -3,12 +3,13 @@
 import json
 import math
 import os
+import shutil
 import struct
 import unittest
 
 import numpy as np
 
-from harness import BaseRunTest, log, losses, run
+from harness import BaseRunTest, checkpoints, log, losses, run, tokenize
 
 
 class EvalTest(BaseRunTest):
@@ -26,6 +27,47 @@ class EvalTest(BaseRunTest):
         plain = run("eval", "--model", self.base, "--data", self.data, "--batch-size", 3).stdout.split()
         self.assertEqual(plain[::2], ["tokens", "bytes", "val_loss", "perplexity", "bits_per_byte"])
         self.assertAlmostEqual(float(plain[5]), result["val_loss"], places=5)
+
+    def test_dynamic_rope_follows_each_example(self):
+        """Not --seq-len, which only says how many examples are packed into a row; nor that of training."""
+        base = self.train("rope", "--positions", "rope")
+        model = os.path.join(self.top, "dynamic")
+        shutil.copytree(os.path.join(base, checkpoints(base)[-1]), model)
+        path = os.path.join(model, "config.json")
+        with open(path) as file:
+            config = json.load(file)
+        source, data = os.path.join(self.top, "pairs.jsonl"), os.path.join(self.top, "pairs")
+        with open(source, "w") as file:
+            for i in range(12):
+                file.write(json.dumps({"prompt": "ab " * (i % 3) + "x", "response": "cd" * (i % 4 + 1)}) + "\n")
+        tokenize(source, data, "--val", "0.5", tokenizer=model)
+
+        def val_loss(original, seq_len):
+            config["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": original}
+            with open(path, "w") as file:
+                json.dump(config, file)
+            done = run("eval", "--model", model, "--data", data, "--seq-len", seq_len, "--json")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return json.loads(done.stdout)["val_loss"]
+
+        for original in 8, 24:  # shorter than some examples, and than none
+            with self.subTest(original):
+                expected = val_loss(original, 24)
+                for seq_len in 40, 100:
+                    self.assertAlmostEqual(val_loss(original, seq_len), expected, places=5)
+        self.assertGreater(abs(val_loss(8, 24) - val_loss(24, 24)), 1e-4)  # scaling has an effect where it begins
+        with open(os.path.join(data, "meta.json")) as file:
+            self.assertGreater(json.load(file)["val"]["tokens"], 24)  # several examples
+        # Training begins with the loss that eval gives, and its log does not depend on --seq-len either.
+        first = []
+        for seq_len in 24, 100:
+            out = os.path.join(self.top, f"dynamic_{seq_len}")
+            done = run("train", "--model", model, "--data", data, "--out", out, "--seq-len", seq_len, "--batch-size", 1,
+                       "--steps", 1, "--lr", "1e-9", "--eval-every", 1, "--dtype", "fp32")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            first.append([line["val_loss"] for line in log(out) if "val_loss" in line][0])
+        self.assertAlmostEqual(first[0], first[1], places=5)
+        self.assertAlmostEqual(first[0], val_loss(24, 24), places=4)
 
     def test_multiple_choice(self):
         path = os.path.join(self.top, "questions.jsonl")

@@ -678,6 +678,25 @@ TEST_P(ModelVariants, NanStaysInItsExample) {
 
 INSTANTIATE_TEST_SUITE_P(Reference, ModelVariants, testing::ValuesIn(MODEL_VARIANTS), variant_name);
 
+// Beyond the original length of 7 each sequence of a pass has angles of its own. Generation differs from forward() by
+// design (test_engine.cpp), so its tests do not have this variant.
+const ModelVariant DYNAMIC_ROPE[] = {{"dynamic_rope",
+                                      [](ModelConfig& c) {
+                                          c.norm = Norm::RMSNorm;
+                                          c.positions = Positions::RoPE;
+                                          c.activation = Activation::SwiGLU;
+                                          c.kv_heads = 2;
+                                          c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
+                                          c.rope_scaling.kind = RopeScaling::Kind::Dynamic;
+                                          c.rope_scaling.factor = 2;
+                                          c.rope_scaling.original_max_position = 7;
+                                      }},
+                                     {"dynamic_rope_qk_norm", [](ModelConfig& c) {
+                                          DYNAMIC_ROPE[0].apply(c);
+                                          c.qk_norm = QkNorm::Weights;
+                                      }}};
+INSTANTIATE_TEST_SUITE_P(DynamicRope, ModelVariants, testing::ValuesIn(DYNAMIC_ROPE), variant_name);
+
 // --------------------------------------------------------------------------------------------------------------------
 // The parameter table.
 
