@@ -63,9 +63,12 @@ void put_string(const Text& text, const Spec& spec, Writer& out) {
 
 // The digits of a whole number's size in base 2, 8, 10 or 16.
 std::string whole_digits(uint64_t x, unsigned base, bool capital) {
+    const std::string_view digits = capital ? "0123456789ABCDEF" : "0123456789abcdef";
     std::string out;
-    do out += (capital ? "0123456789ABCDEF" : "0123456789abcdef")[x % base];
-    while (x /= base);
+    do {
+        out += digits[x % base];
+        x /= base;
+    } while (x > 0);
     return {out.rbegin(), out.rend()};
 }
 
