@@ -20,7 +20,7 @@ class SplitTime {
     bool is_over(int64_t work);
 
   private:
-    double end;
+    double most, start = 0, cpu_start = 0;
     int64_t since_read = 0;
 };
 
