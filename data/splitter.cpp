@@ -93,7 +93,7 @@ class PatternTranslator {
 constexpr uint32_t QUICK_STEPS = 200;
 constexpr size_t STARTS = 32;  // in one call
 
-double seconds(clockid_t clock) {
+double clock_seconds(clockid_t clock) {
     timespec now = {};
     clock_gettime(clock, &now);
     return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
@@ -124,12 +124,12 @@ bool SplitTime::is_over(int64_t work) {
     if (since_read < 64) return false;
     since_read = 0;
     // Reading the CPU time is a system call, so it is left out while even the time of day is not over.
-    const double now = seconds(CLOCK_MONOTONIC);
+    const double now = clock_seconds(CLOCK_MONOTONIC);
     if (start == 0) {
         start = now;
-        cpu_start = seconds(CLOCK_THREAD_CPUTIME_ID);
+        cpu_start = clock_seconds(CLOCK_THREAD_CPUTIME_ID);
     }
-    return now - start > most && seconds(CLOCK_THREAD_CPUTIME_ID) - cpu_start > most;
+    return now - start > most && clock_seconds(CLOCK_THREAD_CPUTIME_ID) - cpu_start > most;
 }
 
 Splitter::Splitter(const std::string& pattern, bool literal, Between between, const std::string& path)
