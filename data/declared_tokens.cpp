@@ -15,21 +15,21 @@ using nlohmann::ordered_json;
 namespace {
 
 // transformers adds new tokens in this order.
-constexpr const char* NAMES[] = {"bos_token", "eos_token", "unk_token", "sep_token",
+constexpr const char* TOKEN_NAMES[] = {"bos_token", "eos_token", "unk_token", "sep_token",
                                  "pad_token", "cls_token", "mask_token"};
 
 bool is_standard_name(const std::string& key) {
-    return std::find(std::begin(NAMES), std::end(NAMES), key) != std::end(NAMES);
+    return std::find(std::begin(TOKEN_NAMES), std::end(TOKEN_NAMES), key) != std::end(TOKEN_NAMES);
 }
 
 // One of the files; no keys if it does not exist. In the order of the file, which decides ids.
-struct Keys {
+struct TokenFile {
     std::string path;
     ordered_json object = ordered_json::object();
     bool always_special = false;
 
-    Keys() = default;
-    Keys(const std::string& directory, const char* name, bool special = false)
+    TokenFile() = default;
+    TokenFile(const std::string& directory, const char* name, bool special = false)
         : path(join_path(directory, name)), always_special(special) {
         if (!path_exists(path)) return;
         const auto limit_depth = [&](int depth, ordered_json::parse_event_t, ordered_json&) {
@@ -74,11 +74,11 @@ struct Keys {
     }
 };
 
-class Reader {
+class DeclarationReader {
   public:
-    explicit Reader(const std::string& directory) : config(directory, "tokenizer_config.json") {
+    explicit DeclarationReader(const std::string& directory) : config(directory, "tokenizer_config.json") {
         const bool has_decoder = config.has("added_tokens_decoder");
-        if (!has_decoder) map = Keys(directory, "special_tokens_map.json", true);
+        if (!has_decoder) map = TokenFile(directory, "special_tokens_map.json", true);
         read_named();
         read_extra();
         if (has_decoder)
@@ -103,7 +103,7 @@ class Reader {
 
   private:
     // A name that is given again gets the later token, at the place of the first.
-    void add_named(const Keys& file, const std::string& key, const ordered_json& value) {
+    void add_named(const TokenFile& file, const std::string& key, const ordered_json& value) {
         const json fields = file.token(key, value);
         size_t i = 0;
         while (i < out.named.size() && out.named[i].first != key) i++;
@@ -117,8 +117,8 @@ class Reader {
     }
 
     void read_named() {
-        for (const char* name : NAMES) {
-            const Keys& file = map.object.contains(name) ? map : config;
+        for (const char* name : TOKEN_NAMES) {
+            const TokenFile& file = map.object.contains(name) ? map : config;
             if (file.has(name)) add_named(file, name, file.object[name]);
         }
         read_other_names(config, true);
@@ -129,12 +129,12 @@ class Reader {
         if (map.lists("extra_special_tokens") && map.object["extra_special_tokens"].is_object())
             read_names(map, map.object["extra_special_tokens"]);
     }
-    void read_names(const Keys& file, const ordered_json& names) {
+    void read_names(const TokenFile& file, const ordered_json& names) {
         for (const auto& [key, value] : names.items()) add_named(file, key, value);
     }
-    // Keys such as image_token. transformers takes the plain texts of tokenizer_config.json later than all others. An
+    // TokenFile such as image_token. transformers takes the plain texts of tokenizer_config.json later than all others. An
     // object in that file is a token only if it says so.
-    void read_other_names(const Keys& file, bool early) {
+    void read_other_names(const TokenFile& file, bool early) {
         for (const auto& [key, value] : file.object.items()) {
             if (!ends_with(key, "_token") || is_standard_name(key)) continue;
             const bool object = value.is_object() && (file.always_special || value.contains("__type"));
@@ -144,7 +144,7 @@ class Reader {
     }
 
     void read_extra() {
-        const auto list = [&](const Keys& file, const char* key) {
+        const auto list = [&](const TokenFile& file, const char* key) {
             const ordered_json& values = file.object[key];
             if (!values.is_array()) file.wrong(key, values, "a list of tokens");
             for (const ordered_json& value : values) {
@@ -153,7 +153,7 @@ class Reader {
             }
         };
         const char *const newer = "extra_special_tokens", *const older = "additional_special_tokens";
-        const auto is_list = [&](const Keys& file) { return file.lists(newer) && !file.object[newer].is_object(); };
+        const auto is_list = [&](const TokenFile& file) { return file.lists(newer) && !file.object[newer].is_object(); };
         const bool moved = !config.lists(newer) && config.object.contains(older);  // read as the newer key
         bool is_given = moved || (config.object.contains(newer) && !config.object[newer].is_object());
         if (is_list(config) || (moved && config.lists(older))) list(config, moved ? older : newer);
@@ -189,7 +189,7 @@ class Reader {
 
     // An older file: {"<pad>": 32000}.
     void read_added_tokens(const std::string& directory) {
-        const Keys file(directory, "added_tokens.json");
+        const TokenFile file(directory, "added_tokens.json");
         std::set<std::string> special;
         for (size_t i = 0; i < named.size(); i++)
             if (is_standard_name(out.named[i].first)) special.insert(out.named[i].second);
@@ -205,7 +205,7 @@ class Reader {
         for (auto& [id, token] : sorted) by_id.push_back(std::move(token));
     }
 
-    Keys config, map;
+    TokenFile config, map;
     std::vector<DeclaredTokens::Token> by_id, named, extra;
 };
 
@@ -265,5 +265,5 @@ json DeclaredTokens::complete(json added, const std::unordered_map<std::string, 
 }
 
 DeclaredTokens read_declared_tokens(const std::string& directory) {
-    return std::move(Reader(directory).out);
+    return std::move(DeclarationReader(directory).out);
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <ctime>
 
 #include "data/token_text.h"
 #include "data/utf8.h"
@@ -87,6 +88,17 @@ class PatternTranslator {
     bool in_class = false;
 };
 
+// A quick match gives up after so many steps of backtracking from one start. Each may read the whole text. Words need
+// fewer; what needs more (a long run of spaces) is matched again, carefully.
+constexpr uint32_t QUICK_STEPS = 200;
+constexpr size_t STARTS = 32;  // in one call
+
+double clock_seconds(clockid_t clock) {
+    timespec now = {};
+    clock_gettime(clock, &now);
+    return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
 std::string pcre2_message(int code) {
     PCRE2_UCHAR text[256] = {};
     pcre2_get_error_message(code, text, sizeof text);
@@ -101,30 +113,79 @@ void Splitter::Free::operator()(pcre2_code* compiled) const {
 void Splitter::Free::operator()(pcre2_match_data* data) const {
     pcre2_match_data_free(data);
 }
-
-Splitter::Splitter(const std::string& pattern, bool literal, Between between, const std::string& path)
-    : between_matches(between), file(path) {
-    const std::string source = literal ? pattern : PatternTranslator(pattern, file).translate();
-    int error = 0;
-    PCRE2_SIZE offset = 0;
-    const uint32_t options = PCRE2_UTF | (literal ? PCRE2_LITERAL : PCRE2_UCP | PCRE2_MULTILINE);
-    code.reset(
-        pcre2_compile(reinterpret_cast<PCRE2_SPTR>(source.data()), source.size(), options, &error, &offset, nullptr));
-    require(code != nullptr, file, ": pre_tokenizer: the regular expression '", printable(pattern),
-            "' is not supported (", error ? pcre2_message(error) : "out of memory", ")");
-    pcre2_jit_compile(code.get(), PCRE2_JIT_COMPLETE);  // without JIT, matching is only slower
+void Splitter::Free::operator()(pcre2_match_context* context) const {
+    pcre2_match_context_free(context);
 }
 
-bool Splitter::find(std::string_view text, size_t from, const MatchData& data, size_t& begin, size_t& end) const {
-    const auto* const subject = reinterpret_cast<PCRE2_SPTR>(text.data());
+SplitTime::SplitTime(size_t text_bytes) : most(2 + 20e-6 * double(text_bytes)) {}
+
+bool SplitTime::is_over(int64_t work) {
+    since_read += work;
+    if (since_read < 64) return false;
+    since_read = 0;
+    // Reading the CPU time is a system call, so it is left out while even the time of day is not over.
+    const double now = clock_seconds(CLOCK_MONOTONIC);
+    if (start == 0) {
+        start = now;
+        cpu_start = clock_seconds(CLOCK_THREAD_CPUTIME_ID);
+    }
+    return now - start > most && clock_seconds(CLOCK_THREAD_CPUTIME_ID) - cpu_start > most;
+}
+
+Splitter::Splitter(const std::string& pattern, bool literal, Between between, const std::string& path)
+    : source(pattern), between_matches(between), file(path) {
+    const std::string translated = literal ? pattern : PatternTranslator(pattern, file).translate();
+    const uint32_t options =
+        PCRE2_UTF | PCRE2_USE_OFFSET_LIMIT | (literal ? PCRE2_LITERAL : PCRE2_UCP | PCRE2_MULTILINE);
+    code = compile(translated, options);
+    careful_code = compile(translated, options | (literal ? 0 : PCRE2_AUTO_CALLOUT));
+}
+
+Splitter::Code Splitter::compile(const std::string& translated, uint32_t options) const {
+    int error = 0;
+    PCRE2_SIZE offset = 0;
+    Code compiled(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(), options, &error,
+                                &offset, nullptr));
+    require(compiled != nullptr, file, ": pre_tokenizer: the regular expression '", printable(source),
+            "' is not supported (", error ? pcre2_message(error) : "out of memory", ")");
+    pcre2_jit_compile(compiled.get(), PCRE2_JIT_COMPLETE);  // without JIT, matching is only slower
+    return compiled;
+}
+
+int Splitter::match(std::string_view text, size_t from, size_t last, const Matcher& matcher, SplitTime& time) const {
+    const auto run = [&](const Code& which, const MatchContext& context, uint32_t options) {
+        pcre2_set_offset_limit(context.get(), last);
+        return pcre2_match(which.get(), reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), from,
+                           PCRE2_NO_UTF_CHECK | options, matcher.data.get(), context.get());
+    };
+    int found = run(code, matcher.quick, 0);
+    // The interpreter does not use the JIT stack.
+    if (found == PCRE2_ERROR_JIT_STACKLIMIT) found = run(code, matcher.quick, PCRE2_NO_JIT);
+    if (found != PCRE2_ERROR_MATCHLIMIT) return found;
+    const auto ask = [](pcre2_callout_block*, void* split_time) {
+        return static_cast<SplitTime*>(split_time)->is_over(1) ? PCRE2_ERROR_CALLOUT : 0;
+    };
+    pcre2_set_callout(matcher.careful.get(), ask, &time);
+    found = run(careful_code, matcher.careful, 0);
+    return found == PCRE2_ERROR_JIT_STACKLIMIT ? run(careful_code, matcher.careful, PCRE2_NO_JIT) : found;
+}
+
+bool Splitter::find(std::string_view text, size_t from, const Matcher& matcher, SplitTime& time, size_t& begin,
+                    size_t& end) const {
     while (from < text.size()) {
-        int found = pcre2_match(code.get(), subject, text.size(), from, PCRE2_NO_UTF_CHECK, data.get(), nullptr);
-        if (found == PCRE2_ERROR_JIT_STACKLIMIT)  // the interpreter does not use the JIT stack
-            found = pcre2_match(code.get(), subject, text.size(), from, PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT, data.get(),
-                                nullptr);
-        if (found == PCRE2_ERROR_NOMATCH) return false;
+        const size_t last = std::min(from + STARTS, text.size());
+        const int found = match(text, from, last, matcher, time);
+        const bool none = found == PCRE2_ERROR_NOMATCH;
+        const bool over = time.is_over(none && last < text.size() ? 64 : 1);
+        if (over || found == PCRE2_ERROR_CALLOUT || found == PCRE2_ERROR_MATCHLIMIT || found == PCRE2_ERROR_HEAPLIMIT)
+            give_up(text, from);
+        if (none) {
+            from = last + 1;
+            while (from < text.size() && (uint8_t(text[from]) & 0xC0) == 0x80) from++;
+            continue;
+        }
         require(found >= 0, file, ": splitting text into words failed: ", pcre2_message(found));
-        const PCRE2_SIZE* const range = pcre2_get_ovector_pointer(data.get());
+        const PCRE2_SIZE* const range = pcre2_get_ovector_pointer(matcher.data.get());
         begin = range[0];
         end = range[1];
         if (begin < end) return true;
@@ -134,16 +195,24 @@ bool Splitter::find(std::string_view text, size_t from, const MatchData& data, s
     return false;
 }
 
+void Splitter::give_up(std::string_view text, size_t at) const {
+    throw Error(str(file, ": pre_tokenizer: the regular expression '", printable(source), "' backtracks too much at byte ",
+                    at, " of ", text.size(), " of a text; use an expression without it, or shorter documents"));
+}
+
 std::string_view Splitter::between(std::string_view text) const {
     require(between_matches == Between::Kept, file, ": pre_tokenizer Split with behavior Removed leaves out '",
             printable(text), "', which is not supported; use a regular expression that matches all text");
     return text;
 }
 
-Splitter::MatchData Splitter::match_data() const {
-    MatchData data(pcre2_match_data_create_from_pattern(code.get(), nullptr));
-    require(data != nullptr, "tokenizer: out of memory");
-    return data;
+Splitter::Matcher Splitter::matcher() const {
+    Matcher all{MatchData(pcre2_match_data_create_from_pattern(code.get(), nullptr)),
+                MatchContext(pcre2_match_context_create(nullptr)), MatchContext(pcre2_match_context_create(nullptr))};
+    require(all.data && all.quick && all.careful, "tokenizer: out of memory");
+    pcre2_set_match_limit(all.quick.get(), QUICK_STEPS);
+    pcre2_set_match_limit(all.careful.get(), UINT32_MAX);
+    return all;
 }
 
 std::string regex_library() {

@@ -711,11 +711,31 @@ class OtherTokenizers(DataTest):
         root["added_tokens"][0]["content"] = "<other>"
         root["model"]["vocab"]["<other>"] = root["model"]["vocab"].pop("<|endoftext|>")
         self.write("tok/tokenizer.json", json.dumps(root).encode())
-        self.refused("has no end-of-text token", "--text", path, "--tokenizer", folder)
+        self.refused("name it as eos_token in tokenizer_config.json beside tokenizer.json",
+                     "--text", path, "--tokenizer", folder)
         self.write("tok/tokenizer.json", b"{")
         self.refused("not a valid tokenizer.json", "--text", path, "--tokenizer", folder)
         self.write("tok/tokenizer.json", b'{"model": {"vocab": {"</s>": 1}}}')
         self.refused("without a ByteLevel pre_tokenizer is not supported", "--text", path, "--tokenizer", folder)
+
+    def test_declared_special_tokens(self):
+        path = self.write("a.txt", b"hello <extra> world\n")
+        root = json.loads(make_data.byte_tokenizer())
+        root["added_tokens"].append({**root["added_tokens"][0], "id": 257, "content": "<eos>"})
+        folder = os.path.dirname(self.write("tok/tokenizer.json", json.dumps(root).encode()))
+        self.write("tok/tokenizer_config.json", json.dumps({"chat_template": "x", "eos_token": "<eos>"}).encode())
+        self.write("tok/added_tokens.json", b'{"<extra>": 258}')
+        for tokenizer in (folder, os.path.join(folder, "tokenizer.json")):
+            meta = self.make("--text", path, "--tokenizer", tokenizer, "--val", "0")
+            self.assertEqual((meta["vocab_size"], meta["end_of_text"]), (259, 257))
+            self.assertEqual(self.tokens("train"), [*b"hello ", 258, *b" world\n", 257])
+            # The data's tokenizer is the same, without the template: the text is no conversation.
+            names = {name for name in os.listdir(self.out) if not name.startswith("train_")}
+            self.assertEqual(names, {"meta.json", "tokenizer.json", "tokenizer_config.json", "added_tokens.json"})
+            with open(os.path.join(self.out, "tokenizer_config.json"), encoding="utf-8") as f:
+                self.assertEqual(json.load(f), {"eos_token": "<eos>"})
+        self.write("tok/added_tokens.json", b'{"<eos>": 258}')
+        self.refused("added_tokens.json: token '<eos>' has the id 258, but", "--text", path, "--tokenizer", folder)
 
     def test_prompts_of_a_folder(self):
         with open(os.path.join(HERE, "..", "dev", "fixtures", "tokenizer", "tokenizers.json"), encoding="utf-8") as f:

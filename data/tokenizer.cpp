@@ -256,7 +256,9 @@ struct Tokenizer::Impl {
         // A file that leaves out common text is refused at once, and not with the first text that has it.
         std::string ascii;
         for (char c = 1; c < 127; c++) ascii += c;
-        splitters.back().split(ascii, splitters.back().match_data(), [](std::string_view) {});
+        const Splitter& splitter = splitters.back();
+        SplitTime time(ascii.size());
+        splitter.split(ascii, splitter.matcher(), time, [](std::string_view) {});
     }
 
     void read_metaspace(const json& step) {
@@ -493,13 +495,14 @@ class Tokenizer::Impl::SpecialBytes {
 class Tokenizer::Impl::Encoder {
   public:
     explicit Encoder(const Impl& owner) : tokenizer(owner) {
-        for (const Splitter& splitter : tokenizer.splitters) match_data.push_back(splitter.match_data());
+        for (const Splitter& splitter : tokenizer.splitters) matchers.push_back(splitter.matcher());
     }
 
     std::vector<int32_t> out;
     int64_t lost = 0;  // bytes that the vocabulary lacks
 
     void text(std::string_view all, const SpecialBytes& special) {
+        time = SplitTime(all.size());
         const auto found = [&](int32_t id) { out.push_back(id); };
         tokenizer.verbatim.split(
             all, special,
@@ -543,7 +546,7 @@ class Tokenizer::Impl::Encoder {
 
     void words(std::string_view text, size_t step) {
         if (step == tokenizer.splitters.size()) return word(text);
-        tokenizer.splitters[step].split(text, match_data[step],
+        tokenizer.splitters[step].split(text, matchers[step], time,
                                         [&](std::string_view piece) { words(piece, step + 1); });
     }
 
@@ -653,7 +656,8 @@ class Tokenizer::Impl::Encoder {
     static constexpr size_t MAX_CACHE = 1 << 20;
 
     const Impl& tokenizer;
-    std::vector<Splitter::MatchData> match_data;
+    std::vector<Splitter::Matcher> matchers;
+    SplitTime time{0};
     std::deque<std::string> kept;
     // Word -> range of its ids in out (begin, count). Keys are views of the text.
     std::unordered_map<std::string_view, std::pair<size_t, size_t>> cache;

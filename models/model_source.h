@@ -16,7 +16,7 @@ struct ModelSource {
     std::string name;       // as given by the user
     std::string directory;  // model directory; empty for a preset
     ModelConfig config;
-    nlohmann::json original_config;  // contents of config.json, {} for a preset
+    nlohmann::json original_config = nlohmann::json::object();  // contents of config.json, {} for a preset
     std::string adapter;             // directory of a LoRA adapter that is added to the weights; empty: none
 };
 // An adapter (models/lora_adapter.h), or a run that trained one, is its base with the adapter added. base: the base's

@@ -167,6 +167,27 @@ class ChatTest(TrainingTest):
         # The template's prompt is what was trained on, so the model knows the response, and that it ends.
         self.assertEqual(log(os.path.join(self.top, "turns_run"))[-1]["samples"], [{"prompt": "Hi", "text": "Yo"}],
                          done.stderr)
+        # The special token that ends a turn ends what transformers and `sample` write, too.
+        def ends(directory):
+            with open(os.path.join(directory, "generation_config.json")) as file:
+                return json.load(file)["eos_token_id"]
+        run_dir = os.path.join(self.top, "turns_run")
+        self.assertEqual(ends(os.path.join(run_dir, checkpoints(run_dir)[-1])), [256, 258])
+        self.assertFalse(os.path.exists(os.path.join(base, checkpoints(base)[-1], "generation_config.json")))
+        # So it does with adapters, after a merge, and with data of an older version.
+        meta_path = os.path.join(data, "meta.json")
+        with open(meta_path) as file:
+            meta = json.load(file)
+        self.assertEqual(meta.pop("end_of_turn"), 258)
+        with open(meta_path, "w") as file:
+            json.dump(meta, file)
+        lora, merged = (os.path.join(self.top, name) for name in ("turns_lora", "turns_merged"))
+        done = run("train", "--model", model, "--data", data, "--batch-size", 2, "--seq-len", 64, "--steps", 1,
+                   "--save-every", 0, "--lora-rank", 2, "--out", lora)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(ends(os.path.join(lora, checkpoints(lora)[-1])), [256, 258])
+        self.assertEqual(run("convert", lora, merged, "--merge").returncode, 0)
+        self.assertEqual(ends(merged), [256, 258])
         # The prompt ends with the start of the response: 8 tokens of the user turn around the text, 11 of the
         # assistant's.
         with open(prompts, "w") as file:

@@ -185,6 +185,18 @@ class FinetuningTest(BaseRunTest):
         os.remove(os.path.join(data, "tokenizer.json"))
         self.refused(1, ["no tokenizer.json"], "info", data, "--show", 1)
 
+    def test_without_a_tokenizer_the_data_says_its_vocabulary(self):
+        data = self.make_examples("no_tokenizer", [(f"{i} = ", str(i)) for i in range(100)], "--val", "0")
+        os.remove(os.path.join(data, "tokenizer.json"))
+        args = ["train", *MODEL, "--data", data, "--steps", 1, "--seq-len", 32, "--batch-size", 1]
+        out = os.path.join(self.top, "no_tokenizer_run")
+        done = run(*args, "--out", out)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        config = json.loads(text_of(os.path.join(out, "step_00000001", "config.json")))
+        self.assertEqual((config["vocab_size"], config["eos_token_id"]), (257, 256))
+        self.refused(1, ["--vocab-size 200 is smaller than the data's vocabulary of 257"],
+                     *args, "--vocab-size", 200, "--out", os.path.join(self.top, "nothing"))
+
     def test_sample_prompts(self):
         """Answers to given prompts while training: on the screen and in the log, the same in each run."""
         data = self.make_examples("asked", [(f"{i} = ", str(i)) for i in range(100)], "--val", "0")

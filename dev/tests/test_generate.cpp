@@ -137,6 +137,40 @@ TEST(Prompts, EndTokensComeFromTheModelAndItsGenerationConfig) {
     EXPECT_EQ(ends("{\"eos_token_id\": [100, -1, 4294967305, 18446744073709551615, 1.5, \"9\", null]}"), (Ids{7}));
     EXPECT_EQ(ends("{}"), (Ids{7}));
     EXPECT_THROW(ends("[9]"), Error);
+    write_file(dir.file("generation_config.json"), "{}");
+    source.original_config = {{"eos_token_id", {7, 8, 100}}};
+    EXPECT_EQ(end_tokens(source, nullptr), (Ids{7, 7, 8}));
+}
+
+TEST(Prompts, EndTokensAreAddedToTheGenerationConfig) {
+    const TempDir base, out, adapter;
+    ModelSource source;
+    source.config.vocab_size = 100;
+    source.config.eos = 7;
+    source.config.bos = 1;
+    const std::string path = out.file("generation_config.json");
+    // A fresh model; a base without the file, whose config.json says what transformers takes.
+    add_end_tokens(out.path(), source, {9});
+    EXPECT_EQ(read_json(path), nlohmann::json({{"eos_token_id", {7, 9}}, {"bos_token_id", 1}}));
+    source.directory = base.path();
+    source.original_config = {{"eos_token_id", {7, 8}}, {"pad_token_id", 0}};
+    add_end_tokens(out.path(), source, {9, 8});
+    EXPECT_EQ(read_json(path),
+              nlohmann::json({{"eos_token_id", {7, 8, 9}}, {"bos_token_id", 1}, {"pad_token_id", 0}}));
+    // A base with the file: what it says stays, and the file does where nothing is new.
+    write_file(base.file("generation_config.json"), R"({"eos_token_id": 2, "temperature": 0.6})");
+    add_end_tokens(out.path(), source, {9});
+    EXPECT_EQ(read_json(path), nlohmann::json({{"eos_token_id", {2, 9}}, {"temperature", 0.6}}));
+    write_file(path, "as it was");
+    add_end_tokens(out.path(), source, {2});
+    add_end_tokens(out.path(), source, {});
+    EXPECT_EQ(read_file(path), "as it was");
+    // An adapter's own file ends its completions and comes into the model that it is merged into.
+    source.adapter = adapter.path();
+    write_file(adapter.file("generation_config.json"), R"({"eos_token_id": [2, 9]})");
+    EXPECT_EQ(end_tokens(source, nullptr), (std::vector<int32_t>{7, 7, 8, 2, 9}));
+    add_end_tokens(out.path(), source, {});
+    EXPECT_EQ(read_json(path)["eos_token_id"], nlohmann::json({2, 9}));
 }
 
 TEST(SampleOutput, PrintsInOrder) {

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -378,6 +379,43 @@ TEST(Tokenizer, LongRunsAreFast) {
             while (text.size() < 300000) text += unit;
             EXPECT_EQ(tokenizer.decode(tokenizer.encode(text)), text) << kind << unit;
         }
+    }
+}
+
+// Thousands of steps back from one start are matched with another limit than words.
+TEST(Tokenizer, LongRunsOfSpacesAreSplitAsShortOnes) {
+    for (const char* name : {"gpt2", "llama3", "qwen", "tekken"}) {
+        const Tokenizer tokenizer = make(description(name));
+        for (const size_t n : {10, 3000}) {
+            std::vector<int32_t> expected = tokenizer.encode(std::string(n - 1, ' '));
+            for (const int32_t id : tokenizer.encode(" x")) expected.push_back(id);
+            EXPECT_EQ(tokenizer.encode(std::string(n, ' ') + "x"), expected) << name << n;
+        }
+        EXPECT_EQ(tokenizer.decode(tokenizer.encode(std::string(300000, ' '))), std::string(300000, ' ')) << name;
+    }
+}
+
+TEST(Tokenizer, ExpressionsThatBacktrackForTooLongAreErrors) {
+    json gpt2 = description("gpt2");
+    json byte_level = gpt2["pre_tokenizer"];
+    byte_level["use_regex"] = false;
+    for (const char* expression : {"(?:a+)+[bc]|.", "[ab]*[bd]*[ac]*[be]|."}) {
+        const json split = {{"type", "Split"}, {"pattern", {{"Regex", expression}}}, {"behavior", "Isolated"}};
+        gpt2["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", {split, byte_level}}};
+        const Tokenizer tokenizer = make(gpt2);
+        EXPECT_EQ(tokenizer.decode(tokenizer.encode("a b\xC3\xA9")), "a b\xC3\xA9");
+        const auto start = std::chrono::steady_clock::now();
+        try {
+            tokenizer.encode(std::string(100000, 'a'));
+            ADD_FAILURE() << expression;
+        } catch (const Error& e) {
+            const std::string found = e.what();
+            EXPECT_NE(found.find(str("the regular expression '", expression, "' backtracks too much at byte ")),
+                      std::string::npos)
+                << found;
+            EXPECT_NE(found.find(" of 100000 of a text"), std::string::npos) << found;
+        }
+        EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(60));
     }
 }
 
