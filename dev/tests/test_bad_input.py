@@ -46,7 +46,7 @@ class BadInputTest(BaseRunTest):
              self.train_args("x", "--optimizer", "muon", "--muon-coefficients", "cubic")),
             (["--lr 0", "scaled with it"], self.train_args("x", "--lr", 0, "--embedding-lr", 1e-3)),
             (["--schedule: cosin is not one of {cosine,"], self.train_args("x", "--schedule", "cosin")),
-            (["--config: /nonexistent.toml cannot be read"], ["train", "--config", "/nonexistent.toml"]),
+            (["--config: /nonexistent.toml: cannot open: No such file"], ["train", "--config", "/nonexistent.toml"]),
             (["--temperature"], ["sample", "--model", self.base, "--temperature", "-1"]),
             (["--tokens", "'x'"], ["logits", "--model", self.base, "--tokens", "1 x", "--output", "x.npy"]),
             (["--seed"], ["sample", "--model", self.base, "--seed", "-1"]),
