@@ -233,8 +233,8 @@ json DeclaredTokens::complete(json added, const std::unordered_map<std::string, 
     json::array_t& list = added.get_ref<json::array_t&>();
     list.reserve(list.size() + tokens.size());  // pointers into it stay valid
     for (json& token : list) take(token);
-    std::set<std::string> settled;  // what is said later of such a token changes nothing
-    for (const auto& [content, token] : listed) settled.insert(content);
+    std::set<std::string> final_tokens;  // what is said later of such a token changes nothing
+    for (const auto& [content, token] : listed) final_tokens.insert(content);
     for (const Token& token : tokens) {
         const std::string content = token.fields["content"];
         if (content.empty()) continue;
@@ -256,12 +256,12 @@ json DeclaredTokens::complete(json added, const std::unordered_map<std::string, 
             list.push_back(token.fields);
             list.back()["id"] = id;
             take(list.back());
-        } else if (token.replaces || !settled.count(content)) {
+        } else if (token.replaces || !final_tokens.count(content)) {
             own->second->update(token.fields);
         } else if (token.makes_special) {
             (*own->second)["special"] = true;
         }
-        if (token.id >= 0) settled.insert(content);
+        if (token.id >= 0) final_tokens.insert(content);
     }
     return added;
 }
