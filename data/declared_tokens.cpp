@@ -16,7 +16,7 @@ namespace {
 
 // transformers adds new tokens in this order.
 constexpr const char* TOKEN_NAMES[] = {"bos_token", "eos_token", "unk_token", "sep_token",
-                                 "pad_token", "cls_token", "mask_token"};
+                                       "pad_token", "cls_token", "mask_token"};
 
 bool is_standard_name(const std::string& key) {
     return std::find(std::begin(TOKEN_NAMES), std::end(TOKEN_NAMES), key) != std::end(TOKEN_NAMES);
@@ -132,8 +132,8 @@ class DeclarationReader {
     void read_names(const TokenFile& file, const ordered_json& names) {
         for (const auto& [key, value] : names.items()) add_named(file, key, value);
     }
-    // TokenFile such as image_token. transformers takes the plain texts of tokenizer_config.json later than all others. An
-    // object in that file is a token only if it says so.
+    // TokenFile such as image_token. transformers takes the plain texts of tokenizer_config.json later than all others.
+    // An object in that file is a token only if it says so.
     void read_other_names(const TokenFile& file, bool early) {
         for (const auto& [key, value] : file.object.items()) {
             if (!ends_with(key, "_token") || is_standard_name(key)) continue;
@@ -153,7 +153,9 @@ class DeclarationReader {
             }
         };
         const char *const newer = "extra_special_tokens", *const older = "additional_special_tokens";
-        const auto is_list = [&](const TokenFile& file) { return file.lists(newer) && !file.object[newer].is_object(); };
+        const auto is_list = [&](const TokenFile& file) {
+            return file.lists(newer) && !file.object[newer].is_object();
+        };
         const bool moved = !config.lists(newer) && config.object.contains(older);  // read as the newer key
         bool is_given = moved || (config.object.contains(newer) && !config.object[newer].is_object());
         if (is_list(config) || (moved && config.lists(older))) list(config, moved ? older : newer);
@@ -231,8 +233,8 @@ json DeclaredTokens::complete(json added, const std::unordered_map<std::string, 
     json::array_t& list = added.get_ref<json::array_t&>();
     list.reserve(list.size() + tokens.size());  // pointers into it stay valid
     for (json& token : list) take(token);
-    std::set<std::string> settled;  // what is said later of such a token changes nothing
-    for (const auto& [content, token] : listed) settled.insert(content);
+    std::set<std::string> final_tokens;  // what is said later of such a token changes nothing
+    for (const auto& [content, token] : listed) final_tokens.insert(content);
     for (const Token& token : tokens) {
         const std::string content = token.fields["content"];
         if (content.empty()) continue;
@@ -254,12 +256,12 @@ json DeclaredTokens::complete(json added, const std::unordered_map<std::string, 
             list.push_back(token.fields);
             list.back()["id"] = id;
             take(list.back());
-        } else if (token.replaces || !settled.count(content)) {
+        } else if (token.replaces || !final_tokens.count(content)) {
             own->second->update(token.fields);
         } else if (token.makes_special) {
             (*own->second)["special"] = true;
         }
-        if (token.id >= 0) settled.insert(content);
+        if (token.id >= 0) final_tokens.insert(content);
     }
     return added;
 }

@@ -196,8 +196,9 @@ bool Splitter::find(std::string_view text, size_t from, const Matcher& matcher, 
 }
 
 void Splitter::give_up(std::string_view text, size_t at) const {
-    throw Error(str(file, ": pre_tokenizer: the regular expression '", printable(source), "' backtracks too much at byte ",
-                    at, " of ", text.size(), " of a text; use an expression without it, or shorter documents"));
+    throw Error(str(file, ": pre_tokenizer: the regular expression '", printable(source),
+                    "' backtracks too much at byte ", at, " of ", text.size(),
+                    " of a text; use an expression without it, or shorter documents"));
 }
 
 std::string_view Splitter::between(std::string_view text) const {

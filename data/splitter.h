@@ -71,7 +71,7 @@ class Splitter {
     Code compile(const std::string& translated, uint32_t options) const;
 
     Code code, careful_code;  // the second asks SplitTime while it matches
-    std::string source;  // as the file writes it
+    std::string source;       // as the file writes it
     Between between_matches;
     std::string file;  // that errors name
 };

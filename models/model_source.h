@@ -17,7 +17,7 @@ struct ModelSource {
     std::string directory;  // model directory; empty for a preset
     ModelConfig config;
     nlohmann::json original_config = nlohmann::json::object();  // contents of config.json, {} for a preset
-    std::string adapter;             // directory of a LoRA adapter that is added to the weights; empty: none
+    std::string adapter;  // directory of a LoRA adapter that is added to the weights; empty: none
 };
 // An adapter (models/lora_adapter.h), or a run that trained one, is its base with the adapter added. base: the base's
 // directory, or empty for the one that the adapter names.
@@ -40,7 +40,7 @@ std::vector<int32_t> declared_end_tokens(const ModelSource& source);
 void add_end_tokens(const std::string& directory, const ModelSource& source, const std::vector<int32_t>& ids);
 
 // Writes the files of a model directory other than the weights: config.json, and tokenizer.json, tokenizer_config.json,
-// special_tokens_map.json, added_tokens.json, generation_config.json and chat_template.* copied from the `carry_from` directories (the
-// first that has a file wins; empty names are skipped).
+// special_tokens_map.json, added_tokens.json, generation_config.json and chat_template.* copied from the `carry_from`
+// directories (the first that has a file wins; empty names are skipped).
 void save_model_files(const std::string& directory, const ModelConfig& config, const nlohmann::json& original_config,
                       const std::vector<std::string>& carry_from);

@@ -47,7 +47,7 @@ TOKENIZERS = (
     ("models/llama/tokenization_llama_fast.py", "LlamaTokenizerFast"),
     ("models/llama/tokenization_llama.py", "LlamaTokenizer"),
 )
-TOKENIZER_SOURCES, GENERATION_SOURCES = ("data/*.cpp",), ("infer/*.cpp",)
+TOKENIZER_SOURCES, GENERATION_SOURCES = ("data/*.cpp",), ("infer/*.cpp", "models/model_source.cpp")
 
 
 class Package:

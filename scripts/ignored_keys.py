@@ -62,7 +62,7 @@ TOKENIZER = {
         "tokenizer_object", "tokenizer", "unk_id", "backend", "auto_map", "_auto_class", "processor_class", "from_slow",
         "__slow_tokenizer", "init_inputs", "_spm_precompiled_charsmap", "pretrained_vocab_files_map"],
     "the tokens with an id are those of tokenizer.json": [
-        "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"],
+        "model_specific_special_tokens"],
     "options of commands decide how long a text may be; nothing is padded": [
         "model_max_length", "max_len", "padding_side", "truncation_side", "tokenizer_padding", "tokenizer_truncation",
         "_json_padding", "_json_truncation", "model_input_names"],

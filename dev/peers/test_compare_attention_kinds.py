@@ -54,8 +54,8 @@ class Comparison(unittest.TestCase):
                 with open(os.path.join(out, kind, "command.json"), encoding="utf-8") as file:
                     self.assertIn(letters, json.load(file))
             # The same tokens: kinds begin alike, knowing nothing.
-            self.assertAlmostEqual(results["runs"]["S"]["loss"][0], np.log(4096), delta=0.3)
-            self.assertAlmostEqual(results["runs"]["LG"]["loss"][0], np.log(4096), delta=0.3)
+            self.assertAlmostEqual(results["runs"]["S"]["loss"][0], np.log(32), delta=0.3)
+            self.assertAlmostEqual(results["runs"]["LG"]["loss"][0], np.log(32), delta=0.3)
 
     def test_patterns(self):
         self.assertEqual(kinds.pattern("G", 3), "GGG")

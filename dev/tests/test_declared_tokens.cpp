@@ -94,7 +94,8 @@ TEST(DeclaredTokens, ContradictionsAndDamageAreErrors) {
     EXPECT_EQ(error(decoder(x, "<x>")), "");
     EXPECT_EQ(error(decoder(next, "<y>")), "");
     for (const auto& [files, words] : std::vector<std::pair<Files, std::vector<std::string>>>{
-             {decoder(next, "<x>"), {"tokenizer_config.json: token '<x>' has the id " + str(next), "gives it " + str(x)}},
+             {decoder(next, "<x>"),
+              {"tokenizer_config.json: token '<x>' has the id " + str(next), "gives it " + str(x)}},
              {decoder(x, "<y>"), {"token '<y>' has the id " + str(x), "the next id there is " + str(next)}},
              {decoder(next + 9, "<y>"), {"token '<y>' has the id " + str(next + 9)}},
              {{{"added_tokens.json", str("{\"<x>\": ", next, "}")}}, {"added_tokens.json: token '<x>'"}},

@@ -155,8 +155,7 @@ TEST(Prompts, EndTokensAreAddedToTheGenerationConfig) {
     source.directory = base.path();
     source.original_config = {{"eos_token_id", {7, 8}}, {"pad_token_id", 0}};
     add_end_tokens(out.path(), source, {9, 8});
-    EXPECT_EQ(read_json(path),
-              nlohmann::json({{"eos_token_id", {7, 8, 9}}, {"bos_token_id", 1}, {"pad_token_id", 0}}));
+    EXPECT_EQ(read_json(path), nlohmann::json({{"eos_token_id", {7, 8, 9}}, {"bos_token_id", 1}, {"pad_token_id", 0}}));
     // A base with the file: what it says stays, and the file does where nothing is new.
     write_file(base.file("generation_config.json"), R"({"eos_token_id": 2, "temperature": 0.6})");
     add_end_tokens(out.path(), source, {9});
