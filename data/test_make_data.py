@@ -457,13 +457,36 @@ class ByteTokens(DataTest):
     def test_refused_records(self):
         good = b'{"prompt": "a", "response": "b"}\n'
         for line, part in (
-                (b'{"prompt": "x"}', "bad.jsonl:3: has the fields 'prompt'; give one of 'messages', 'prompt' and "
-                                     "'response', 'instruction' and 'output', 'text'"),
-                (b'{"conversations": []}', "bad.jsonl:3: has the fields 'conversations'"),
+                (b'{"prompt": "x"}', "bad.jsonl:3: has the fields 'prompt'; give one of 'messages', 'conversations', "
+                                     "'prompt' and 'response', 'prompt' and 'completion', 'instruction' and 'output', "
+                                     "'text'"),
+                (b'{"conversations": 1}', "bad.jsonl:3: 'conversations' is not a list"),
+                (b'{"conversations": [{"from": "alien", "value": "a"}]}',
+                 "bad.jsonl:3: message 1 has the role 'alien'; give system, developer, user, assistant, tool, function, "
+                 "ipython, observation, human, gpt"),
+                (b'{"conversations": [{"from": "human"}]}', "bad.jsonl:3: message 1 has no 'content'"),
+                (b'{"prompt": [{"role": "user", "content": "x"}], "completion": {}}',
+                 "bad.jsonl:3: 'completion' holds dict, not a string"),
+                (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]}',
+                 "bad.jsonl:3: message 1 has a part of the type 'image_url'; a language model reads text"),
+                (b'{"messages": [{"role": "user", "content": ["a"]}]}',
+                 "bad.jsonl:3: message 1 has a part of the type 'str'"),
+                (b'{"messages": [], "tools": "{"}', "bad.jsonl:3: 'tools' is a string that is not JSON"),
+                (b'{"messages": [], "tools": {}}', "bad.jsonl:3: 'tools' holds dict, not a list of objects"),
+                (b'{"messages": [], "documents": ["x"]}', "bad.jsonl:3: 'documents' holds str, not objects"),
+                (b'{"messages": [], "chat_template_kwargs": {"tools": 1}}',
+                 "bad.jsonl:3: 'chat_template_kwargs' sets 'tools', which is a field of its own"),
+                (b'{"messages": [{"role": "user", "content": "a", "n": 99999999999999999999}]}',
+                 "bad.jsonl:3: holds a value that a template cannot be given (99999999999999999999 has more than 64"),
+                (b'{"messages": [{"role": "user", "content": "a", "n": NaN}]}',
+                 "bad.jsonl:3: holds a value that a template cannot be given"),
+                (b'{"prompt": "a", "response": "b", "tools": [{}]}', "bad.jsonl:3: 'tools' of a conversation needs a chat"),
+                (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", '
+                 b'"reasoning": "c"}]}', "bad.jsonl:3: 'reasoning_content' of a conversation needs a chat template"),
                 (b'{"prompt": "x", "response": 1}', "bad.jsonl:3: 'response' holds int, not a string"),
                 (b'{"messages": "x"}', "bad.jsonl:3: 'messages' is not a list"),
-                (b'{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}',
-                 "bad.jsonl:3: message 2 has the role 'tool'; give system, user, assistant"),
+                (b'{"messages": [{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}]}',
+                 "bad.jsonl:3: message 2 has the role 'gpt'; give system, developer, user, assistant, tool, "),
                 (b'{"messages": [{"role": "user", "content": null}]}', "bad.jsonl:3: message 1 has no 'content'"),
                 (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
                  b'{"role": "user", "content": "c"}]}', "bad.jsonl:3: a conversation of other turns than"),
@@ -579,7 +602,7 @@ class ByteTokens(DataTest):
         byte = ("--tokenizer", "byte")
         self.refused("no such file", "--text", self.path("none"), *byte)
         os.makedirs(self.path("nothing"))
-        self.refused("no .txt, .md, .jsonl, .jsonl.gz, .jsonl.zst, .jsonl.xz, .parquet, .tar, ", "--text", self.path("nothing"), *byte)
+        self.refused("no .txt, .md, .jsonl, .jsonl.gz, .jsonl.zst, .jsonl.xz, .json, .json.gz, ", "--text", self.path("nothing"), *byte)
         self.refused("every file is empty", "--text", self.write("empty.txt", b""), *byte)
         self.refused("the input has no text", "--text", self.write("empty.jsonl", b'{"text": ""}\n\n'), *byte)
         self.refused("no text is left", "--text", self.write("empty.jsonl", b'{"text": ""}\n'), *byte, "--val", "0")
