@@ -35,7 +35,8 @@ std::map<std::string, std::string> read_templates(const json& config, const std:
     std::map<std::string, std::string> out;
     for (const char* name : {"default", "tool_use"}) {
         if (!by_name.contains(name)) continue;
-        require(by_name[name].is_string(), where, ": the template '", name, "' is ", by_name[name].dump(), ", not text");
+        require(by_name[name].is_string(), where, ": the template '", name, "' is ", by_name[name].dump(),
+                ", not text");
         out[name] = by_name[name].get<std::string>();
     }
     return out;

@@ -14,7 +14,7 @@
 
 struct Message {
     std::string role;  // "system", "user", "assistant"; a word of the program's, so it may be part of a special token
-    std::string content;  // text
+    std::string content;       // text
     jinja::Value fields = {};  // a dictionary of all that a template sees of the message; undefined: these two
     bool is_input = false;     // of an assistant turn: its tokens are no loss tokens
     bool no_content = false;   // of an assistant turn: it has calls of tools or reasoning, and no content

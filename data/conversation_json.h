@@ -15,6 +15,6 @@ struct ConversationInput {
     std::vector<std::string> texts;  // all of it that is text
 };
 
-// parts: lists of parts of text stay lists (ChatTemplate::reads_parts()); else a message has one text, of a line or more
-// for each part.
+// parts: lists of parts of text stay lists (ChatTemplate::reads_parts()); else a message has one text, of a line or
+// more for each part.
 ConversationInput read_conversation(std::string_view json, bool parts);

@@ -94,8 +94,8 @@ def to_json(value):
 
 
 def strings(value):
-    """The texts in a value of JSON (as add_texts() of data/conversation_json.cpp). Raises ValueError for a number that does not
-    arrive as it is."""
+    """The texts in a value of JSON, as add_texts() of data/conversation_json.cpp finds them. Raises ValueError for a
+    number that does not arrive as it is."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -14,10 +14,10 @@
 
 struct DeclaredTokens {
     struct Token {
-        nlohmann::json fields;  // as in added_tokens of tokenizer.json, without an id
-        std::string from;       // for errors: the file
-        int64_t id = -1;        // as declared; −1: none is
-        bool replaces = false;  // its fields replace those of a token that tokenizer.json has
+        nlohmann::json fields;       // as in added_tokens of tokenizer.json, without an id
+        std::string from;            // for errors: the file
+        int64_t id = -1;             // as declared; −1: none is
+        bool replaces = false;       // its fields replace those of a token that tokenizer.json has
         bool makes_special = false;  // such a token becomes special
         bool plain = false;          // given as text, without fields
     };

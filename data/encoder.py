@@ -1,8 +1,8 @@
 """Documents to tokens, by the project's own tokenizer and chat templates: bindings of libtrain_gpt_data.so
 (data/data_library.h), which `make data` and `make lib` build.
 
-A document is a text, or a conversation as JSON (Conversation.encoded() of conversations.py). The library is the one that
-TRAIN_GPT_DATA_LIB names, else build/cuda/… or build/cpu/libtrain_gpt_data.so in the directory of this project.
+A document is a text, or a conversation as JSON (Conversation.encoded() of conversations.py). The library is the one
+that TRAIN_GPT_DATA_LIB names, else build/cuda/… or build/cpu/libtrain_gpt_data.so in the directory of this project.
 """
 import ctypes
 import os

@@ -300,8 +300,8 @@ Example encode_conversation(const std::vector<Message>& messages, const ChatTemp
         const size_t end = last ? example.tokens.size() : std::max(begin, tokens.shared_with(turn));
         const size_t stop = ends.find(example.tokens, begin, end, [&] {
             const auto after = std::make_reverse_iterator(marks + int64_t(turn.shared));
-            return tokens.shared_with({size_t(whole.marks.rend() - std::find_if(after, whole.marks.rend(), is_content)),
-                                       {}});
+            return tokens.shared_with(
+                {size_t(whole.marks.rend() - std::find_if(after, whole.marks.rend(), is_content)), {}});
         });
         std::fill(example.loss.begin() + int64_t(begin), example.loss.begin() + int64_t(stop), uint8_t(1));
     }

@@ -108,8 +108,8 @@ def find_files(paths, text_endings=(), left_out=None):
     for path in found:
         check_regular(path)
     if not found and left_out[OTHER_JSON]:
-        raise DataError(f"{', '.join(paths)}: no {', '.join(known)} files found, and the .json files there hold no rows "
-                        "with the fields of a text or a conversation (docs/use/data.md)")
+        raise DataError(f"{', '.join(paths)}: no {', '.join(known)} files found, and the .json files there hold no "
+                        "rows with the fields of a text or a conversation (docs/use/data.md)")
     if not found:
         raise DataError(f"{', '.join(paths)}: no {', '.join(known)} files found; give a path that has some, or name "
                         "the endings of other text files by --ext")

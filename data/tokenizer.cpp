@@ -413,9 +413,8 @@ struct Tokenizer::Impl {
         const int64_t id = token.at("id").get<int64_t>();
         require(!content.empty(), file, ": added_tokens: token ", id, " is empty");
         const auto in_vocab = ids.find(content);
-        require(in_vocab == ids.end() || in_vocab->second == id, file, ": token '", printable(content),
-                "' has the id ", in_vocab == ids.end() ? -1 : in_vocab->second, " in model.vocab but ", id,
-                " in added_tokens");
+        require(in_vocab == ids.end() || in_vocab->second == id, file, ": token '", printable(content), "' has the id ",
+                in_vocab == ids.end() ? -1 : in_vocab->second, " in model.vocab but ", id, " in added_tokens");
         const bool special = flag(token, "special", false), in_normalized = flag(token, "normalized", !special);
         // A token that is matched in normalized text is normalized too, which may prepend a space.
         const std::string written = in_normalized ? normalize(content) : content;
@@ -668,7 +667,8 @@ Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 
 bool Tokenizer::same(const std::string& tokenizer_json, const std::string& other) {
     if (read_file(tokenizer_json) != read_file(other)) return false;
-    if (Impl::declared_beside(tokenizer_json).tokens.empty() && Impl::declared_beside(other).tokens.empty()) return true;
+    if (Impl::declared_beside(tokenizer_json).tokens.empty() && Impl::declared_beside(other).tokens.empty())
+        return true;
     return Tokenizer(tokenizer_json).impl->added == Tokenizer(other).impl->added;
 }
 

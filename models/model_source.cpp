@@ -69,7 +69,8 @@ void add_end_tokens(const std::string& directory, const ModelSource& source, con
         const ModelConfig& c = source.config;
         object = {{"eos_token_id", source.original_config.value("eos_token_id", json(c.eos))}};
         if (c.bos >= 0) object["bos_token_id"] = c.bos;
-        if (source.original_config.contains("pad_token_id")) object["pad_token_id"] = source.original_config["pad_token_id"];
+        if (source.original_config.contains("pad_token_id"))
+            object["pad_token_id"] = source.original_config["pad_token_id"];
     }
     std::vector<int32_t> all;
     append_end_tokens(object, source.config.vocab_size, all);
