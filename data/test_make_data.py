@@ -991,7 +991,7 @@ class Templates(DataTest):
                  "a.jsonl:2: a message holds the special token <|im_end|> as text"),
                 ("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
                  [user, {"role": "assistant", "tool_calls": [self.CALL]}],
-                 "a.jsonl:2: {tok}/chat_template.jinja: writes nothing of the assistant turn 2"),
+                 "a.jsonl:2: {tok}/chat_template.jinja: writes nothing of message 2, an assistant turn"),
                 ("{{ raise_exception('no tools') if tools }}", [user, {"role": "assistant", "content": "b"}],
                  "a.jsonl:2: {tok}/chat_template.jinja refuses the conversation: no tools")):
             folder = self.tokenizer(template)
