@@ -180,7 +180,7 @@ DRIVER := $(BUILD)/train_gpt
 KERNEL_LIB := $(BUILD)/libtrain_gpt_kernels.so
 # The text encoder of make_data.py. It needs no kernels, so `make data` compiles little and no CUDA.
 DATA_LIB := $(BUILD)/libtrain_gpt_data.so
-DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuffix .cpp,added_tokens bpe chat_template data_library \
+DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuffix .cpp,added_tokens bpe chat_template conversation_json data_library \
     declared_tokens example splitter token_text tokenizer tokenizer_settings unicode utf8)) runtime/files/files.cpp runtime/files/json_keys.cpp
 
 # JUMBO=1: the sources of each of these directories make one object, and so do those of the data library. The templates of

@@ -244,7 +244,7 @@ class Activations : public InputActs, public HeadActs {
     int64_t staging_bytes() const;
     // The row of rope_table for each token of a batch. Dynamic NTK scaling beyond the original length has a row for
     // each token, because its angles depend on the length of its sequence: uploads them.
-    std::vector<int32_t> angle_rows(const Batch& batch, Stream stream) const;
+    const std::vector<int32_t>& angle_rows(const Batch& batch, Stream stream, std::vector<int32_t>& rows) const;
     static constexpr int STAGING_BUFFERS = 4;
     bool uses_fp8(int64_t l) const { return fp8 && fp8->options.in_layer(l, config.layers); }
     Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }

@@ -224,7 +224,9 @@ Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bo
         return t;
     };
     acts.staging->next();
-    Input in{n, put(acts.tokens, batch.tokens), put(acts.positions, acts.angle_rows(batch, ctx.stream)), {}, {}, {}};
+    std::vector<int32_t> rows;
+    const std::vector<int32_t>& positions = acts.angle_rows(batch, ctx.stream, rows);
+    Input in{n, put(acts.tokens, batch.tokens), put(acts.positions, positions), {}, {}, {}};
     std::vector<int32_t> rows;
     if (loss_tokens_only) rows = find_loss_rows(acts, batch.targets);
     if (!rows.empty()) {

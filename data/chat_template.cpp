@@ -1,6 +1,7 @@
 #include "data/chat_template.h"
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "data/declared_tokens.h"
@@ -12,10 +13,12 @@ using nlohmann::json;
 namespace {
 
 // `chat_template` as transformers reads it: text; or several templates by name, as an object or as a list of {"name",
-// "template"}, of which conversations use the one named default. Null if there is none.
-json default_template(const json& config, const std::string& path) {
+// "template"}, of which conversations use the one named default, and those with tools the one named tool_use. Returns
+// those two; empty if there is none.
+std::map<std::string, std::string> read_templates(const json& config, const std::string& path) {
     const json found = config.is_object() ? config.value("chat_template", json()) : json();
-    if (found.is_null() || found.is_string()) return found;
+    if (found.is_null()) return {};
+    if (found.is_string()) return {{"default", found.get<std::string>()}};
     const std::string where = path + ": chat_template";
     require(found.is_array() || found.is_object(), where, " is ", found.dump(),
             "; it must be a template, or an object of templates by name");
@@ -29,9 +32,14 @@ json default_template(const json& config, const std::string& path) {
     for (const auto& [name, _] : by_name.items()) names += (names.empty() ? "" : ", ") + name;
     require(by_name.contains("default"), where, " has several templates (", names,
             ") and none named default; write the one to use to chat_template.jinja");
-    require(by_name["default"].is_string(), where, ": the template 'default' is ", by_name["default"].dump(),
-            ", not text");
-    return by_name["default"];
+    std::map<std::string, std::string> out;
+    for (const char* name : {"default", "tool_use"}) {
+        if (!by_name.contains(name)) continue;
+        require(by_name[name].is_string(), where, ": the template '", name, "' is ", by_name[name].dump(),
+                ", not text");
+        out[name] = by_name[name].get<std::string>();
+    }
+    return out;
 }
 
 std::vector<int32_t> encode_from(const jinja::Text& text, size_t begin, const Tokenizer& tokenizer) {
@@ -60,13 +68,10 @@ ChatTemplate::Source ChatTemplate::read(const std::string& directory) {
         out.text = read_file(out.path, int64_t(1) << 24);
         return out;
     }
-    const json found = default_template(config, config_path);
-    if (found.is_string()) {
-        out.path = config_path + ": chat_template";
-        out.text = found.get<std::string>();
-    } else {
-        out.path.clear();
-    }
+    std::map<std::string, std::string> found = read_templates(config, config_path);
+    out.path = found.empty() ? "" : config_path + ": chat_template";
+    out.text = found["default"];
+    out.tool_use = found["tool_use"];
     return out;
 }
 
@@ -85,35 +90,35 @@ bool ChatTemplate::exists(const std::string& model_directory) {
 }
 
 ChatTemplate::ChatTemplate(Source source)
-    : path(std::move(source.path)), program(source.text, path), special_tokens(std::move(source.special_tokens)) {}
-
-jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_generation_prompt,
-                                 const std::tm& now) const {
-    return render(messages, add_generation_prompt, now, nullptr);
+    : path(std::move(source.path)), program(source.text, path), special_tokens(std::move(source.special_tokens)) {
+    if (!source.tool_use.empty()) tool_use.emplace(source.tool_use, path + ".tool_use");
 }
 
 jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
-                                 jinja::Growth& growth) const {
-    return render(messages, add_generation_prompt, now, &growth);
-}
-
-jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
-                                 jinja::Growth* growth) const {
+                                 const jinja::Template::Variables& more, jinja::Growth* growth) const {
     jinja::Items list;
     for (const Message& message : messages) {
+        if (!message.fields.is_undefined()) {
+            list.add(message.fields);
+            continue;
+        }
         jinja::Dict one;
         one.set("role", jinja::Text(message.role));
         one.set("content", jinja::Text(message.content, jinja::CONTENT));
         list.add(std::move(one));
     }
-    jinja::Template::Variables variables = special_tokens;
+    jinja::Template::Variables variables = more;  // the first one of a name counts
+    variables.insert(variables.end(), special_tokens.begin(), special_tokens.end());
     const jinja::Value conversation(std::move(list), jinja::Kind::List);
     variables.emplace_back("messages", conversation);
     variables.emplace_back("add_generation_prompt", add_generation_prompt);
     variables.emplace_back("tools", jinja::None{});
     variables.emplace_back("documents", jinja::None{});
+    const auto is_tools = [](const auto& variable) { return variable.first == "tools" && !variable.second.is_none(); };
+    const bool has_tools = std::any_of(more.begin(), more.end(), is_tools);
+    const jinja::Template& used = tool_use && has_tools ? *tool_use : program;
     try {
-        return growth ? program.render(variables, now, conversation, *growth) : program.render(variables, now);
+        return growth ? used.render(variables, now, conversation, *growth) : used.render(variables, now);
     } catch (const jinja::Refusal& e) {
         throw Error(str(path, " refuses the conversation: ", e.what()));
     }
@@ -126,6 +131,33 @@ std::vector<int32_t> ChatTemplate::tokens(const std::vector<Message>& messages, 
 
 std::vector<int32_t> ChatTemplate::encode(const jinja::Text& text, const Tokenizer& tokenizer) {
     return encode_from(text, 0, tokenizer);
+}
+
+bool ChatTemplate::reads_parts() const {
+    std::vector<Message> messages;
+    for (const char* role : {"user", "assistant"}) {
+        jinja::Dict part;
+        part.set("type", jinja::Text("text", jinja::CONTENT));
+        part.set("text", jinja::Text("x", jinja::CONTENT));
+        jinja::Items parts;
+        parts.add(std::move(part));
+        jinja::Dict fields;
+        fields.set("role", jinja::Text(role));
+        fields.set("content", jinja::Value(std::move(parts), jinja::Kind::List));
+        messages.push_back({role, "x", std::move(fields)});
+    }
+    const auto reads = [&](const jinja::Template::Variables& more) {
+        std::string written;
+        const jinja::Text text = render(messages, false, local_time_now(), more);
+        for (size_t i = 0; i < text.size(); i++)
+            if (text.marks[i] & jinja::CONTENT) written += text.chars[i];
+        return written == "xx";
+    };
+    try {
+        return reads({}) && (!tool_use || reads({{"tools", jinja::Value(jinja::Items(), jinja::Kind::List)}}));
+    } catch (const Error&) {
+        return false;
+    }
 }
 
 std::vector<int32_t> ChatTemplate::end_tokens(const Tokenizer& tokenizer) const {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <ctime>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,29 +14,35 @@
 
 struct Message {
     std::string role;  // "system", "user", "assistant"; a word of the program's, so it may be part of a special token
-    std::string content;  // text
+    std::string content;       // text
+    jinja::Value fields = {};  // a dictionary of all that a template sees of the message; undefined: these two
+    bool is_input = false;     // of an assistant turn: its tokens are no loss tokens
+    bool no_content = false;   // of an assistant turn: it has calls of tools or reasoning, and no content
 };
 
 class ChatTemplate {
   public:
     // The template of a model directory: chat_template.jinja, else `chat_template` in tokenizer_config.json (of several
-    // the one named default), with the tokens (bos_token, …) that data/declared_tokens.h names. Throws Error if
-    // there is none, or if its syntax is wrong.
+    // the one named default, or tool_use for conversations with tools), with the tokens (bos_token, …) that
+    // data/declared_tokens.h names. Throws Error if there is none, or if its syntax is wrong.
     explicit ChatTemplate(const std::string& model_directory);
     static bool exists(const std::string& model_directory);
 
     // The conversation as text; now: the date that a template may write. add_generation_prompt: with the start of an
-    // assistant turn. Throws Error where the template refuses the messages or fails.
-    jinja::Text render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now) const;
-    // The same, and where each message begins in it (jinja::Growth).
+    // assistant turn. more: variables besides messages, as tools and documents. growth: also finds where each message
+    // begins in it. Throws Error where the template refuses the messages or fails.
     jinja::Text render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
-                       jinja::Growth& growth) const;
+                       const jinja::Template::Variables& more = {}, jinja::Growth* growth = nullptr) const;
     // Its tokens. Without special tokens in messages they are those of transformers' apply_chat_template().
     std::vector<int32_t> tokens(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
                                 const Tokenizer& tokenizer) const;
 
     // The tokens of what render() wrote.
     static std::vector<int32_t> encode(const jinja::Text& text, const Tokenizer& tokenizer);
+
+    // Whether the template reads content that is a list of parts of text. Others write such a list as Python prints it,
+    // or fail.
+    bool reads_parts() const;
 
     // The first special token that the template writes after the content of an assistant turn; −1 if there is none.
     int32_t end_of_turn(const Tokenizer& tokenizer) const;
@@ -46,17 +53,16 @@ class ChatTemplate {
 
   private:
     struct Source {
-        std::string path, text;
+        std::string path, text, tool_use;  // tool_use: the template for conversations with tools, if there is one
         jinja::Template::Variables special_tokens;
     };
     explicit ChatTemplate(Source source);
-    jinja::Text render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
-                       jinja::Growth* growth) const;
     static Source read(const std::string& model_directory);  // without a path if there is no template
     static Source read_existing(const std::string& model_directory);
 
     const std::string path;
     const jinja::Template program;
+    std::optional<const jinja::Template> tool_use;
     const jinja::Template::Variables special_tokens;
 };
 

@@ -4,6 +4,7 @@
 #include <exception>
 #include <optional>
 
+#include "data/conversation_json.h"
 #include "data/example.h"
 
 #define TGD_API extern "C" __attribute__((visibility("default")))
@@ -11,19 +12,25 @@
 struct tgd_encoder {
     Tokenizer tokenizer;
     std::optional<ChatTemplate> chat_template;
+    bool reads_parts = false;
     std::tm date = {};
     std::vector<int32_t> tokens;
     std::vector<uint8_t> flags;
 
     tgd_encoder(const char* tokenizer_json, const char* model_directory, int64_t unix_time)
         : tokenizer(tokenizer_json) {
-        if (model_directory && ChatTemplate::exists(model_directory)) chat_template.emplace(model_directory);
+        if (model_directory && ChatTemplate::exists(model_directory)) {
+            chat_template.emplace(model_directory);
+            reads_parts = chat_template->reads_parts();
+        }
         const std::time_t time = unix_time;
         localtime_r(&time, &date);
     }
 
-    Example encode(const std::vector<Message>& messages) const {
-        if (chat_template) return encode_conversation(messages, *chat_template, date, tokenizer);
+    Example encode(const ConversationInput& conversation) const {
+        const std::vector<Message>& messages = conversation.messages;
+        if (chat_template)
+            return encode_conversation(messages, *chat_template, date, tokenizer, conversation.variables);
         require(messages.size() == 2 && messages[0].role == "user" && messages[1].role == "assistant",
                 "a conversation of other turns than a prompt and its response needs a chat template; give --tokenizer "
                 "DIR, the directory of a chat model");
@@ -46,10 +53,6 @@ int guarded(const F& work) {
     }
 }
 
-const char* role_name(uint8_t role) {
-    return role == TGD_SYSTEM ? "system" : role == TGD_USER ? "user" : "assistant";
-}
-
 // The documents of a call, in order: successive texts are encoded in one batch.
 class Documents {
   public:
@@ -63,11 +66,12 @@ class Documents {
         texts.push_back(text);
         text_ends.push_back(ends);
     }
-    void add_conversation(const std::vector<Message>& messages) {
+    void add_conversation(std::string_view json) {
         finish_texts();
-        const Example example = encoder.encode(messages);
+        const ConversationInput conversation = read_conversation(json, encoder.reads_parts);
+        const Example example = encoder.encode(conversation);
         int64_t lost_here = 0;
-        for (const Message& message : messages) lost_here += encoder.tokenizer.lost_bytes(message.content);
+        for (const std::string& text : conversation.texts) lost_here += encoder.tokenizer.lost_bytes(text);
         const size_t begin = encoder.flags.size();
         append(example.tokens.data(), example.tokens.size());
         encoder.flags.insert(encoder.flags.end(), example.loss.begin(), example.loss.end());
@@ -145,23 +149,19 @@ TGD_API int32_t tgd_end_of_turn(const tgd_encoder* encoder) {
     return id;
 }
 
-TGD_API int tgd_encode(tgd_encoder* encoder, const char* text, const int64_t* sizes, const uint8_t* roles,
-                       const int64_t* messages, int64_t records, int64_t* tokens, int64_t* lost, int64_t* failed) {
+TGD_API int tgd_encode(tgd_encoder* encoder, const char* data, const int64_t* sizes, const uint8_t* kinds,
+                       int64_t documents, int64_t* tokens, int64_t* lost, int64_t* failed) {
     return guarded([&] {
-        Documents documents(*encoder, tokens, lost);
-        for (int64_t& r = *failed = 0; r < records; r++) {
-            std::vector<Message> conversation;
-            for (int64_t m = 0; m < messages[r]; m++) {
-                const std::string_view content(text, size_t(*sizes));
-                text += *sizes++;
-                if (const uint8_t role = *roles++; role <= TGD_TEXT)
-                    documents.add_text(content, role == TGD_TEXT);
-                else
-                    conversation.push_back({role_name(role), std::string(content)});
-            }
-            if (!conversation.empty()) documents.add_conversation(conversation);
+        Documents out(*encoder, tokens, lost);
+        for (int64_t& i = *failed = 0; i < documents; i++) {
+            const std::string_view content(data, size_t(sizes[i]));
+            data += sizes[i];
+            if (kinds[i] == TGD_CONVERSATION)
+                out.add_conversation(content);
+            else
+                out.add_text(content, kinds[i] == TGD_TEXT);
         }
-        documents.finish_texts();
+        out.finish_texts();
     });
 }
 

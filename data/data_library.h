@@ -12,9 +12,9 @@ extern "C" {
 
 typedef struct tgd_encoder tgd_encoder;
 
-/* What a message is. Texts are documents of their own: every token is a loss token, and end-of-text follows a text but
- * not a TGD_TEXT_PART, which the next part continues. The others form conversations. */
-enum { TGD_TEXT_PART, TGD_TEXT, TGD_SYSTEM, TGD_USER, TGD_ASSISTANT };
+/* What a document is. Of a text every token is a loss token, and end-of-text follows a text but not a TGD_TEXT_PART,
+ * which the next document continues. A conversation is JSON (data/conversation_json.h). */
+enum { TGD_TEXT_PART, TGD_TEXT, TGD_CONVERSATION };
 
 /* Bits of a token's flags, as in mask files (data/token_files.h). */
 enum { TGD_LOSS = 1, TGD_EXAMPLE_START = 2 };
@@ -30,11 +30,11 @@ int32_t tgd_end_of_text(const tgd_encoder* encoder); /* -1: the tokenizer has no
 int tgd_has_chat_template(const tgd_encoder* encoder);
 int32_t tgd_end_of_turn(const tgd_encoder* encoder); /* the template's special token after an assistant turn, or -1 */
 
-/* Encodes `records` documents. messages[r]: how many messages document r has; roles and sizes (in bytes), one of each
- * message; text: the messages one after the other. Sets the number of tokens of each document, and how many of its
- * bytes the vocabulary lacks. On failure *failed is the document's number. */
-int tgd_encode(tgd_encoder* encoder, const char* text, const int64_t* sizes, const uint8_t* roles,
-               const int64_t* messages, int64_t records, int64_t* tokens, int64_t* lost, int64_t* failed);
+/* Encodes `documents` documents: kinds and sizes (in bytes), one of each document; data: the documents one after the
+ * other. Sets the number of tokens of each document, and how many bytes of its text the vocabulary lacks. On failure
+ * *failed is the document's number. */
+int tgd_encode(tgd_encoder* encoder, const char* data, const int64_t* sizes, const uint8_t* kinds, int64_t documents,
+               int64_t* tokens, int64_t* lost, int64_t* failed);
 
 /* Copies what the last tgd_encode() made: ids of `width` bytes (2 or 4) and, if flags is not null, a byte of flags per
  * token. */

@@ -1,16 +1,15 @@
 """Documents to tokens, by the project's own tokenizer and chat templates: bindings of libtrain_gpt_data.so
 (data/data_library.h), which `make data` and `make lib` build.
 
-A document is bytes, or a list of (role, bytes): the turns of a conversation. The library is the one that
-TRAIN_GPT_DATA_LIB names, else build/cuda/… or build/cpu/libtrain_gpt_data.so in the directory of this project.
+A document is a text, or a conversation as JSON (Conversation.encoded() of conversations.py). The library is the one
+that TRAIN_GPT_DATA_LIB names, else build/cuda/… or build/cpu/libtrain_gpt_data.so in the directory of this project.
 """
 import ctypes
 import os
 from array import array
 
 LIBRARY, VARIABLE = "libtrain_gpt_data.so", "TRAIN_GPT_DATA_LIB"
-TEXT_PART, TEXT, SYSTEM, USER, ASSISTANT = range(5)  # data_library.h
-ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
+TEXT_PART, TEXT, CONVERSATION = range(3)  # data_library.h
 LOSS, EXAMPLE_START = 1, 2  # bits of a token's flags
 
 
@@ -44,7 +43,7 @@ def load_library():
             ("tgd_end_of_text", ctypes.c_int32, pointer), ("tgd_has_chat_template", ctypes.c_int, pointer),
             ("tgd_end_of_turn", ctypes.c_int32, pointer),
             ("tgd_copy", ctypes.c_int, pointer, ctypes.c_int, pointer, pointer),
-            ("tgd_encode", ctypes.c_int, pointer, pointer, pointer, pointer, pointer, i64, pointer, pointer,
+            ("tgd_encode", ctypes.c_int, pointer, pointer, pointer, pointer, i64, pointer, pointer,
              ctypes.POINTER(i64))):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -75,20 +74,15 @@ class Encoder:
         return self.library.tgd_error().decode("utf-8", "replace")
 
     def encode(self, documents):
-        """documents: (content, last) each. End-of-text follows a text if it is its last part. Returns (tokens and flags
-        as bytes, the number of tokens of each document, and how many of its bytes the vocabulary lacks)."""
-        parts, roles, messages = [], bytearray(), array("q")
-        for content, last in documents:
-            turns = content if isinstance(content, list) else [(TEXT if last else TEXT_PART, content)]
-            messages.append(len(turns))
-            for role, text in turns:
-                roles.append(role)
-                parts.append(text)
-        sizes, text = array("q", map(len, parts)), b"".join(parts)
-        tokens, lost = (array("q", bytes(8 * len(messages))) for _ in range(2))
+        """documents: (bytes, whether it is a text, whether it is its last part) each. End-of-text follows the last part
+        of a text. Returns (tokens and flags as bytes, the number of tokens of each document, and how many of its bytes
+        the vocabulary lacks)."""
+        kinds = bytes((TEXT if last else TEXT_PART) if is_text else CONVERSATION for _, is_text, last in documents)
+        sizes, data = array("q", (len(content) for content, *_ in documents)), b"".join(c for c, *_ in documents)
+        tokens, lost = (array("q", bytes(8 * len(documents))) for _ in range(2))
         failed = ctypes.c_int64()
-        if self.library.tgd_encode(self.handle, text, address(sizes), bytes(roles), address(messages), len(messages),
-                                   address(tokens), address(lost), ctypes.byref(failed)):
+        if self.library.tgd_encode(self.handle, data, address(sizes), kinds, len(documents), address(tokens),
+                                   address(lost), ctypes.byref(failed)):
             raise EncoderError(self.error(), failed.value)
         count = sum(tokens)
         ids, flags = bytearray(count * self.width), bytearray(count)

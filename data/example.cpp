@@ -11,6 +11,18 @@ void check_content(const std::string& content, const Tokenizer& tokenizer) {
     require(token.empty(), "a message holds the special token ", token, " as text; remove it");
 }
 
+bool is_content(char mark) {
+    return mark & jinja::CONTENT;
+}
+
+// Checks what came from the messages.
+void check_content(const jinja::Text& text, const Tokenizer& tokenizer) {
+    for (size_t begin = 0, end; begin < text.size(); begin = end) {
+        for (end = begin + 1; end < text.size() && is_content(text.marks[end]) == is_content(text.marks[begin]);) end++;
+        if (is_content(text.marks[begin])) check_content(text.chars.substr(begin, end - begin), tokenizer);
+    }
+}
+
 template <typename T>
 size_t shared_prefix(const T& a, const T& b) {
     const size_t n = std::min(a.size(), b.size());
@@ -29,15 +41,34 @@ void append(jinja::Text& to, const jinja::Text& text) {
     to.marks += text.marks;
 }
 
-// The end of the loss tokens of a turn that has the tokens [begin, end): after the special token that ends it.
-size_t turn_end(const std::vector<int32_t>& tokens, size_t begin, size_t end, const Tokenizer& tokenizer) {
-    const auto is_special = [&](int32_t id) { return tokenizer.is_special(id); };
-    const auto first = tokens.begin() + int64_t(begin), last = tokens.begin() + int64_t(end);
-    // A template that ignores add_generation_prompt starts the turn here, possibly with a special token.
-    const auto response = std::find_if_not(first, last, is_special);
-    const auto found = std::find_if(response, last, is_special);
-    return size_t((found == last ? last : found + 1) - tokens.begin());
-}
+// Finds where the loss tokens of turns end.
+class TurnEnds {
+  public:
+    TurnEnds(const ChatTemplate& t, const Tokenizer& k) : chat_template(t), tokenizer(k) {}
+
+    // Of a turn that has the tokens [begin, end): after the special token that ends it. content_end(): the end of the
+    // tokens that came from the message.
+    template <typename F>
+    size_t find(const std::vector<int32_t>& tokens, size_t begin, size_t end, const F& content_end) {
+        const auto is_special = [&](int32_t id) { return tokenizer.is_special(id); };
+        const auto first = tokens.begin() + int64_t(begin), last = tokens.begin() + int64_t(end);
+        // A template that ignores add_generation_prompt starts the turn here, possibly with a special token.
+        const auto response = std::find_if_not(first, last, is_special);
+        auto found = std::find_if(response, last, is_special);
+        if (found != last && std::find_if(found + 1, last, is_special) != last) {
+            const auto from = tokens.begin() + int64_t(std::clamp(content_end(), begin, end));
+            if (ends.empty()) ends = chat_template.end_tokens(tokenizer);
+            found = std::find_first_of(from, last, ends.begin(), ends.end());
+            if (found == last) found = std::find_if(from, last, is_special);
+        }
+        return size_t((found == last ? last : found + 1) - tokens.begin());
+    }
+
+  private:
+    const ChatTemplate& chat_template;
+    const Tokenizer& tokenizer;
+    std::vector<int32_t> ends;
+};
 
 // A text that begins as another does, the whole conversation: as its first `shared` bytes, then `rest`, which continues
 // otherwise.
@@ -56,11 +87,12 @@ Variant variant_of(const jinja::Text& whole, const jinja::Text& text) {
 // are rendered one by one, which takes time with the square of their length.
 class Renderings {
   public:
-    Renderings(const std::vector<Message>& m, const ChatTemplate& t, const std::tm& n)
-        : messages(m), chat_template(t), now(n), whole(t.render(m, false, n, growth)) {
+    Renderings(const std::vector<Message>& m, const ChatTemplate& t, const std::tm& n,
+               const jinja::Template::Variables& v)
+        : messages(m), chat_template(t), now(n), more(v), whole(t.render(m, false, n, v, &growth)) {
         if (!growth.appends || messages[0].role == "assistant") return;
         jinja::Growth prompted;
-        const jinja::Text with_prompt = t.render(m, true, n, prompted);
+        const jinja::Text with_prompt = t.render(m, true, n, v, &prompted);
         appends = prompted.appends && prompted.starts == growth.starts && prompted.end == growth.end &&
                   with_prompt.chars.compare(0, prompted.end, whole.chars, 0, growth.end) == 0;
         prompt_rest = part(with_prompt, std::min(prompted.end, with_prompt.size()), with_prompt.size());
@@ -79,7 +111,7 @@ class Renderings {
             return {begin + same, part(rest, same, rest.size())};
         }
         const std::vector<Message> some(messages.begin(), messages.begin() + int64_t(count));
-        const jinja::Text text = chat_template.render(some, generation_prompt, now);
+        const jinja::Text text = chat_template.render(some, generation_prompt, now, more);
         rendered += text.size();
         require(rendered <= MAX_RENDERED, chat_template.file(),
                 ": writes the turns of a conversation by what follows, so ", messages.size(),
@@ -93,6 +125,7 @@ class Renderings {
     const std::vector<Message>& messages;
     const ChatTemplate& chat_template;
     const std::tm& now;
+    const jinja::Template::Variables& more;
     jinja::Growth growth;
     jinja::Text whole;
     bool appends = false;
@@ -161,10 +194,6 @@ class SharedTokens {
     std::vector<Cut> cuts;
 };
 
-bool is_content(char mark) {
-    return mark & jinja::CONTENT;
-}
-
 jinja::Text text_of(const jinja::Text& whole, const Variant& variant) {
     jinja::Text out = part(whole, 0, variant.shared);
     append(out, variant.rest);
@@ -178,12 +207,19 @@ bool begins_with(const jinja::Text& whole, const Variant& text, const Variant& b
     return text.rest.chars.compare(0, rest.size(), rest) == 0;
 }
 
+// Whether a template sees no more of a message than its role and text.
+bool is_plain(const Message& message) {
+    if (message.fields.is_undefined()) return true;
+    const jinja::Value* const content = message.fields.dict().find("content");
+    return content && content->is_string() && message.fields.dict().size() == 2;
+}
+
 // A response that the template stores without what its generation prompt ends with, and without the reasoning behind
 // that ("<think>\n" of DeepSeek-R1). What the model is to generate is in the message, if that begins so. Then the
 // example is the prompt and what follows in the message, up to where the template ends the turn. Returns false if the
 // message does not begin so.
 bool encode_generated(const jinja::Text& whole, const jinja::Text& prompt, size_t shared, const std::string& content,
-                      const Tokenizer& tokenizer, Example& example) {
+                      TurnEnds& ends, const Tokenizer& tokenizer, Example& example) {
     const auto last = std::find_if(whole.marks.rbegin(), whole.marks.rend(), is_content).base();
     const auto first = std::find_if_not(std::make_reverse_iterator(last), whole.marks.rend(), is_content).base();
     const auto begin = size_t(first - whole.marks.begin()), end = size_t(last - whole.marks.begin());
@@ -195,13 +231,16 @@ bool encode_generated(const jinja::Text& whole, const jinja::Text& prompt, size_
     if (content_end < opened) return false;
     jinja::Text text = prompt;
     text.append(std::string_view(content).substr(opened, content_end - opened), jinja::CONTENT);
+    const jinja::Text before_end = text;
     append(text, part(whole, end, whole.size()));
+    check_content(text, tokenizer);
     example.tokens = ChatTemplate::encode(text, tokenizer);
     example.loss.assign(example.tokens.size(), 0);
     const size_t inputs = shared_prefix(ChatTemplate::encode(prompt, tokenizer), example.tokens);
-    std::fill(example.loss.begin() + int64_t(inputs),
-              example.loss.begin() + int64_t(turn_end(example.tokens, inputs, example.tokens.size(), tokenizer)),
-              uint8_t(1));
+    const size_t stop = ends.find(example.tokens, inputs, example.tokens.size(), [&] {
+        return shared_prefix(ChatTemplate::encode(before_end, tokenizer), example.tokens);
+    });
+    std::fill(example.loss.begin() + int64_t(inputs), example.loss.begin() + int64_t(stop), uint8_t(1));
     return true;
 }
 
@@ -214,19 +253,20 @@ std::string quoted(const std::string& text) {
 }  // namespace
 
 Example encode_conversation(const std::vector<Message>& messages, const ChatTemplate& chat_template, const std::tm& now,
-                            const Tokenizer& tokenizer) {
-    for (const Message& message : messages) check_content(message.content, tokenizer);
-    const auto is_assistant = [](const Message& message) { return message.role == "assistant"; };
-    const auto turns = std::count_if(messages.begin(), messages.end(), is_assistant);
+                            const Tokenizer& tokenizer, const jinja::Template::Variables& more) {
+    const auto is_learnt = [](const Message& message) { return message.role == "assistant" && !message.is_input; };
+    const auto turns = std::count_if(messages.begin(), messages.end(), is_learnt);
     require(turns > 0, "the conversation has no assistant turn, so there is nothing to learn; remove it");
-    Renderings renderings(messages, chat_template, now);
+    Renderings renderings(messages, chat_template, now, more);
     const jinja::Text& whole = renderings.text();
+    check_content(whole, tokenizer);
     const SharedTokens tokens(whole, tokenizer);
+    TurnEnds ends(chat_template, tokenizer);
     Example example;
     example.tokens = tokens.all();
     example.loss.assign(example.tokens.size(), 0);
     for (size_t i = 0; i < messages.size(); i++) {
-        if (!is_assistant(messages[i])) continue;
+        if (!is_learnt(messages[i])) continue;
         const bool last = i + 1 == messages.size();
         const Variant prompt = renderings.first(i, true), turn = renderings.first(i + 1, false);
         if (!begins_with(whole, turn, prompt)) {
@@ -234,8 +274,8 @@ Example encode_conversation(const std::vector<Message>& messages, const ChatTemp
             const jinja::Text prompt_text = text_of(whole, prompt), before_text = text_of(whole, before);
             // Else the template rewrites what is before the turn.
             const bool differs_in_prompt = begins_with(whole, turn, before) && begins_with(whole, prompt, before);
-            if (differs_in_prompt && last && turns == 1 &&
-                encode_generated(whole, prompt_text, prompt.shared, messages[i].content, tokenizer, example))
+            if (differs_in_prompt && last && turns == 1 && is_plain(messages[i]) &&
+                encode_generated(whole, prompt_text, prompt.shared, messages[i].content, ends, tokenizer, example))
                 return example;
             require(!differs_in_prompt, chat_template.file(), ": the generation prompt is ",
                     quoted(prompt_text.chars.substr(before_text.size())), ", but message ", i + 1,
@@ -250,13 +290,21 @@ Example encode_conversation(const std::vector<Message>& messages, const ChatTemp
             ": writes message ", i + 1,
             ", an assistant turn, or what is before it, otherwise when the conversation goes on, so its loss tokens "
             "are not defined; leave out later turns, or use a template that only appends");
+        const auto marks = whole.marks.begin();
+        require(!messages[i].no_content ||
+                    std::any_of(marks + int64_t(prompt.shared), marks + int64_t(turn.shared), is_content),
+                chat_template.file(), ": writes nothing of message ", i + 1,
+                ", an assistant turn with calls of tools or reasoning and no content; leave it out, or use a template "
+                "for them");
         const size_t begin = tokens.shared_with(prompt);
         const size_t end = last ? example.tokens.size() : std::max(begin, tokens.shared_with(turn));
-        std::fill(example.loss.begin() + int64_t(begin),
-                  example.loss.begin() + int64_t(turn_end(example.tokens, begin, end, tokenizer)), uint8_t(1));
+        const size_t stop = ends.find(example.tokens, begin, end, [&] {
+            const auto after = std::make_reverse_iterator(marks + int64_t(turn.shared));
+            return tokens.shared_with(
+                {size_t(whole.marks.rend() - std::find_if(after, whole.marks.rend(), is_content)), {}});
+        });
+        std::fill(example.loss.begin() + int64_t(begin), example.loss.begin() + int64_t(stop), uint8_t(1));
     }
-    require(std::find(example.loss.begin(), example.loss.end(), 1) != example.loss.end(),
-            "the conversation has no assistant turn, so there is nothing to learn; remove it");
     return example;
 }
 

@@ -34,10 +34,11 @@ import zipfile
 from array import array
 
 import encoder as text_encoder
+from conversations import Conversation, utf8
 from errors import DataError, first_line, import_package, naming, not_empty, one_line
 from process_pool import Pool
-from text_input import (ALL, Conversation, Selection, digests, document_hash, documents, endings, find_files, group,
-                        package_chunks, plan, plan_text, position, safe_cut, unpack, utf8)
+from text_input import (ALL, Selection, digests, document_hash, documents, endings, find_files, group, package_chunks,
+                        plan, plan_text, position, safe_cut, unpack)
 import text_input
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -147,7 +148,7 @@ def train_bpe(chunks, split, selection, vocab_size):
             for key, data, _ in documents(chunk, selection):
                 if not split.is_val(key):
                     if isinstance(data, Conversation):
-                        data = utf8("".join(content for _, content in data.turns))
+                        data = utf8("".join(data.texts))
                     for begin, end in package_chunks(data):
                         yield data[begin:end].decode("utf-8", "replace")
             progress.add(chunk.size)
@@ -363,10 +364,13 @@ def encode_task(task):
 def encode_batch(batch, result):
     _, split, encoder = worker
     contents = []
-    for chunk, _, data, last in batch:
+    for chunk, key, data, last in batch:
         is_text = isinstance(data, bytes)
         result.found.setdefault("text" if is_text else "conversations", chunk.name)
-        contents.append((data if is_text else data.encoded(encoder.has_chat_template), last))
+        try:
+            contents.append((data if is_text else data.encoded(encoder.has_chat_template), is_text, last))
+        except DataError as e:
+            raise DataError(f"{position(chunk, key)}: {e}") from None
     try:
         ids, flags, counts, lost = encoder.encode(contents)
     except text_encoder.EncoderError as e:
@@ -618,8 +622,9 @@ def encode(chunks, jobs, start_arguments, writers, work):
 
 def make(options, directory):
     """Writes the data set into a directory. Returns the content of meta.json."""
-    files = find_files(options.text, options.ext)
-    val_files = find_files(options.val_text, options.ext) if options.val_text else []
+    left_out = collections.Counter()  # by find_files(), plan() and split_single(); Totals has the others
+    files = find_files(options.text, options.ext, left_out)
+    val_files = find_files(options.val_text, options.ext, left_out) if options.val_text else []
     both = {os.path.realpath(f) for f in files} & {os.path.realpath(f) for f in val_files}
     if both:
         raise DataError(f"{sorted(both)[0]}: given as --text and as --val-text; training and validation text must not "
@@ -628,7 +633,6 @@ def make(options, directory):
     copies = unpack(files + val_files, os.path.join(directory, "input"), options.jobs)
     if copies:
         work.note()
-    left_out = collections.Counter()  # by plan() and split_single(); Totals has the others
     chunks = list(plan(files + val_files, copies, options.ext, left_out))
     if not chunks:
         raise DataError(f"{', '.join(options.text)}: no text: every file is empty or left out")

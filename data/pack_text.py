@@ -16,9 +16,10 @@ import shutil
 import signal
 import sys
 
+from conversations import Conversation, utf8
 from errors import DataError, naming, not_empty, run_main
 from process_pool import Pool
-from text_input import Conversation, documents, find_files, plan, unpack, utf8
+from text_input import documents, find_files, plan, unpack
 
 BLOCK = 16 << 20  # also the size of xz's dictionary
 # Preset 6 makes files a fifth smaller in seven times the time.

@@ -172,6 +172,15 @@ class ByteTokens(DataTest):
             self.assertEqual(self.documents("train"), expected, name)
             self.assertEqual(meta["left_out"], {"empty": 1, "files of other kinds in archives": 2})
             self.assertFalse(os.path.exists(os.path.join(self.out, "input")))
+        # What a folder leaves out, an archive leaves out.
+        hidden = ["._a.txt", "top/.git/a.txt", "__MACOSX/top/a.txt", "top/.ipynb_checkpoints/a.md", "./.a.txt"]
+        members = [*((name, b"hidden") for name in hidden), ("./b/../a.txt", b"text"), ("./top/b.md", b"more")]
+        meta = self.make("--text", self.write_tar("h.tar", "w", members), "--tokenizer", "byte", "--val", "0")
+        self.assertEqual((self.documents("train"), meta["left_out"]), ([b"text", b"more"], {}))
+        for name in [*hidden, "a.txt"]:
+            self.write("folder/" + name, name.encode())
+        self.make("--text", self.path("in", "folder"), "--tokenizer", "byte", "--val", "0")
+        self.assertEqual(self.documents("train"), [b"a.txt"])
         # Each document of an archive is on one side of the split; the only one of an archive is split as a file is.
         whole = self.write_tar("b.tar", "w", [(f"{i}.txt", b"document %d" % i) for i in range(200)])
         self.make("--text", whole, "--tokenizer", "byte", "--val", "0.1")
@@ -401,6 +410,42 @@ class ByteTokens(DataTest):
         self.make("--text", path, "--tokenizer", "byte", "--val", "0")
         self.assertEqual(self.documents("train"), ["é\n\U0001F600".encode(), b"?!"])
 
+    def test_json_files(self):
+        """A list of rows, or rows one after the other; other .json files of a folder are left out and counted."""
+        rows = [{"text": 'a "b" \n\u00e9'}, {"text": "x" * 300_000}, {"text": "c", "n": [1, {}]}]
+        texts = [row["text"].encode() for row in rows]
+        for name, data in (("a.json", json.dumps(rows)), ("b.json", json.dumps(rows, indent=1, ensure_ascii=False)),
+                           ("c.json", "\ufeff\r\n[]"), ("d.json", "\n".join(map(json.dumps, rows)) + "\n"),
+                           ("e.json", json.dumps(rows[0], indent=2)), ("f.json", "".join(map(json.dumps, rows)))):
+            self.write("many/" + name, data.encode())
+        self.write("many/package.json", b'{"name": "x", "text_files": []}')
+        self.write("many/numbers.json", b"[1, 2, 3]")
+        self.write("many/damaged.json", b"{")
+        self.write("many/g.json.gz", gzip.compress(json.dumps(rows).encode()))
+        arguments = ("--text", self.path("in", "many"), "--tokenizer", "byte", "--val", "0")
+        meta = self.make(*arguments)
+        self.assertEqual(self.documents("train"), texts * 3 + texts[:1] + texts * 2)
+        self.assertEqual(meta["left_out"], {".json files without rows of text": 4})
+        whole = self.contents()
+        with mock.patch.object(text_input, "INPUT_CHUNK", 8192):
+            self.make(*arguments, "--jobs", "2")
+        self.assertEqual(self.contents(), whole)
+        for data, part in ((b'[{"text": "a"}, {"txt": 1}]', "row 2: has the fields 'txt'; give one of"),
+                           (b'[{"text": "a"}, 7]', "row 2: holds int"), (b'7', "row 1: holds int"),
+                           (b'[{"text": "a"}, {"text": 1}]', "row 2: 'text' holds int, not a string"),
+                           (b'[{"text": "a"}', "row 2 is not JSON (the file ends within the list)"),
+                           (b'[{"text": "a"} {', "row 2 is not JSON (a comma is missing before it)"),
+                           (b'[{"text": "a"},]', "row 2 is not JSON (Expecting value)"),
+                           (b'[{"text": "a"}] {}', "row 2 is not JSON (it follows the list's end)"),
+                           (b'[{"text": "a\xff"}]', "row 1 is not JSON (not UTF-8 text)"),
+                           (b"[" * 100_000, "row 1 is not JSON"), (b'{"text": "a', "row 1 is not JSON (Unterminated")):
+            path = self.write("bad.json", data)
+            self.refused(f"{path}: {part}", "--text", path, "--tokenizer", "byte", "--val", "0")
+        self.write("only/package.json", b'{"name": "x"}')
+        self.refused("the .json files there hold no rows with the fields of a text or a conversation", "--text",
+                     self.path("in", "only"), "--tokenizer", "byte")
+        self.refused("is not the ending of a text file", "--text", path, "--ext", ".json", status=2)
+
     def test_prompts_are_not_loss_tokens(self):
         pairs = [("1+1=", "2"), ("", "no prompt"), ("only a prompt", ""), ("\u00fc?", " \u00fc!")]
         lines = [{"prompt": p, "response": r, "id": 1} for p, r in pairs]
@@ -434,8 +479,15 @@ class ByteTokens(DataTest):
             "prompt": {"prompt": "2+2?", "response": "4", "messages_count": 2},
             "alpaca": {"instruction": "2+2?", "output": "4", "input": "", "text": "formatted"},
             "alpaca-input": {"instruction": "Add.", "input": "2+2", "output": "4"},
+            "sharegpt": {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}],
+                         "text": ""},
+            "roles": {"conversations": [{"role": r, "content": c} for r, c in turns], "system": None, "tools": None},
+            "trl": {"prompt": "2+2?", "completion": "4", "tools": "[]"},
+            "trl-messages": {"prompt": [{"role": "user", "content": "2+2?"}],
+                             "completion": [{"role": "assistant", "content": "4"}], "documents": []},
+            "parts": {"messages": [{"role": r, "content": [{"type": "text", "text": c}]} for r, c in turns]},
         }
-        expected = {name: (b"2+2?4", 4) for name in ("messages", "prompt")}
+        expected = {name: (b"2+2?4", 4) for name in records}
         expected.update({"alpaca": (b"2+2?\n\n4", 6), "alpaca-input": (b"Add.\n\n2+2\n\n4", 11)})
         for name, record in records.items():
             data = (json.dumps(record) + "\n").encode() * 3
@@ -457,13 +509,37 @@ class ByteTokens(DataTest):
     def test_refused_records(self):
         good = b'{"prompt": "a", "response": "b"}\n'
         for line, part in (
-                (b'{"prompt": "x"}', "bad.jsonl:3: has the fields 'prompt'; give one of 'messages', 'prompt' and "
-                                     "'response', 'instruction' and 'output', 'text'"),
-                (b'{"conversations": []}', "bad.jsonl:3: has the fields 'conversations'"),
+                (b'{"prompt": "x"}', "bad.jsonl:3: has the fields 'prompt'; give one of 'messages', 'conversations', "
+                                     "'prompt' and 'response', 'prompt' and 'completion', 'instruction' and 'output', "
+                                     "'text'"),
+                (b'{"conversations": 1}', "bad.jsonl:3: 'conversations' is not a list"),
+                (b'{"conversations": [{"from": "alien", "value": "a"}]}',
+                 "bad.jsonl:3: message 1 has the role 'alien'; give system, developer, user, assistant, tool, "
+                 "function, ipython, observation, human, gpt"),
+                (b'{"conversations": [{"from": "human"}]}', "bad.jsonl:3: message 1 has no 'content'"),
+                (b'{"prompt": [{"role": "user", "content": "x"}], "completion": {}}',
+                 "bad.jsonl:3: 'completion' holds dict, not a string"),
+                (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]}',
+                 "bad.jsonl:3: message 1 has a part of the type 'image_url'; a language model reads text"),
+                (b'{"messages": [{"role": "user", "content": ["a"]}]}',
+                 "bad.jsonl:3: message 1 has a part of the type 'str'"),
+                (b'{"messages": [], "tools": "{"}', "bad.jsonl:3: 'tools' is a string that is not JSON"),
+                (b'{"messages": [], "tools": {}}', "bad.jsonl:3: 'tools' holds dict, not a list of objects"),
+                (b'{"messages": [], "documents": ["x"]}', "bad.jsonl:3: 'documents' holds str, not objects"),
+                (b'{"messages": [], "chat_template_kwargs": {"tools": 1}}',
+                 "bad.jsonl:3: 'chat_template_kwargs' sets 'tools', which is a field of its own"),
+                (b'{"messages": [{"role": "user", "content": "a", "n": 99999999999999999999}]}',
+                 "bad.jsonl:3: holds a value that a template cannot be given (99999999999999999999 has more than 64"),
+                (b'{"messages": [{"role": "user", "content": "a", "n": NaN}]}',
+                 "bad.jsonl:3: holds a value that a template cannot be given"),
+                (b'{"prompt": "a", "response": "b", "tools": [{}]}',
+                 "bad.jsonl:3: 'tools' of a conversation needs a chat template"),
+                (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", '
+                 b'"reasoning": "c"}]}', "bad.jsonl:3: 'reasoning_content' of a conversation needs a chat template"),
                 (b'{"prompt": "x", "response": 1}', "bad.jsonl:3: 'response' holds int, not a string"),
                 (b'{"messages": "x"}', "bad.jsonl:3: 'messages' is not a list"),
-                (b'{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}',
-                 "bad.jsonl:3: message 2 has the role 'tool'; give system, user, assistant"),
+                (b'{"messages": [{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}]}',
+                 "bad.jsonl:3: message 2 has the role 'gpt'; give system, developer, user, assistant, tool, "),
                 (b'{"messages": [{"role": "user", "content": null}]}', "bad.jsonl:3: message 1 has no 'content'"),
                 (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
                  b'{"role": "user", "content": "c"}]}', "bad.jsonl:3: a conversation of other turns than"),
@@ -579,7 +655,8 @@ class ByteTokens(DataTest):
         byte = ("--tokenizer", "byte")
         self.refused("no such file", "--text", self.path("none"), *byte)
         os.makedirs(self.path("nothing"))
-        self.refused("no .txt, .md, .jsonl, .jsonl.gz, .jsonl.zst, .jsonl.xz, .parquet, .tar, ", "--text", self.path("nothing"), *byte)
+        self.refused("no .txt, .md, .jsonl, .jsonl.gz, .jsonl.zst, .jsonl.xz, .json, .json.gz, ", "--text",
+                     self.path("nothing"), *byte)
         self.refused("every file is empty", "--text", self.write("empty.txt", b""), *byte)
         self.refused("the input has no text", "--text", self.write("empty.jsonl", b'{"text": ""}\n\n'), *byte)
         self.refused("no text is left", "--text", self.write("empty.jsonl", b'{"text": ""}\n'), *byte, "--val", "0")
@@ -799,6 +876,148 @@ class OtherTokenizers(DataTest):
                                (b"{{ raise_exception('no system') }}", "no system")):
             self.write("tok/chat_template.jinja", template)
             self.refused(part, "--tokenizer", folder, "--val", "0", "--text", pair)
+
+
+class Templates(DataTest):
+    """What reaches a chat template is what transformers' apply_chat_template(messages, tools=…, documents=…) gives to
+    it: keys without a value are left out, reasoning has the names that templates read (transformers 5.24)."""
+    TURNS = """
+{{- tools | tojson if tools is not none else 'none' }}{{ documents | tojson if documents is not none else 'none' }}
+{{- mode }}
+{%- for m in messages %}<|im_start|>{{ m.role }}|{{ m | tojson }}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant|{% endif %}"""
+    CALL = {"id": "1", "type": "function",
+            "function": {"name": "add", "arguments": {"b": 1, "a": [2.5, None, "\u00e9<"]}}}
+    TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+    def tokenizer(self, template, special=("<|im_start|>", "<|im_end|>"), **config):
+        root = json.loads(make_data.byte_tokenizer())
+        for i, token in enumerate(special, 257):
+            root["added_tokens"].append({**root["added_tokens"][0], "id": i, "content": token})
+        self.special = {i: token.encode() for i, token in enumerate(special, 257)}
+        self.write("tok/chat_template.jinja", template.encode())
+        self.write("tok/tokenizer_config.json", json.dumps(config).encode())
+        return os.path.dirname(self.write("tok/tokenizer.json", json.dumps(root).encode()))
+
+    def text(self, learnt=False):
+        tokens, mask = self.tokens("train"), self.mask("train")
+        return b"".join(self.special.get(t) or bytes([t])
+                        for t, is_loss in zip(tokens, mask) if is_loss or not learnt).decode()
+
+    def both(self, row, template, *special, kind="jsonl", **config):
+        """All the text that a template made of a row, and the part of it that is learnt."""
+        folder = self.tokenizer(template, *special, **config)
+        if kind == "parquet":
+            import pyarrow
+            import pyarrow.parquet
+            path = self.path("a.parquet")
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+        else:
+            path = self.write("a.jsonl", json.dumps(row).encode())
+        self.make("--text", path, "--tokenizer", folder, "--val", "0")
+        return self.text(), self.text(learnt=True)
+
+    def test_all_keys_reach_the_template(self):
+        messages = [
+            {"role": "user", "content": "1+2?", "name": "Ann", "weight": None},
+            {"content": None, "role": "assistant", "tool_calls": [self.CALL]},
+            {"role": "tool", "content": "3", "tool_call_id": "1", "name": "add"},
+            {"role": "assistant", "content": "It is 3.", "reasoning": "hm", "x": {"y": -0.0}}]
+        given = [
+            {"role": "user", "content": "1+2?", "name": "Ann"}, {"role": "assistant", "tool_calls": [self.CALL]},
+            {"role": "tool", "content": "3", "tool_call_id": "1", "name": "add"},
+            {"thinking": "hm", "role": "assistant", "content": "It is 3.", "reasoning": "hm", "x": {"y": -0.0},
+             "reasoning_content": "hm"}]
+
+        def dumped(value):
+            return json.dumps(value, ensure_ascii=False)
+
+        turns = [f"<|im_start|>{m['role']}|{dumped(m)}<|im_end|>" for m in given]
+        learnt = "".join(dumped(m) + "<|im_end|>" for m in (given[1], given[3]))
+        row = {"messages": messages, "tools": self.TOOLS, "documents": [{"title": "T", "text": "D"}],
+               "chat_template_kwargs": {"mode": "deep"}, "id": 7}
+        head = dumped(self.TOOLS) + dumped(row["documents"]) + "deep"
+        self.assertEqual(self.both(row, self.TURNS), (head + "".join(turns), learnt))
+        row = {"messages": messages, "tools": json.dumps(self.TOOLS), "documents": ""}  # JSON in strings
+        self.assertEqual(self.both(row, self.TURNS), (dumped(self.TOOLS) + "none" + "".join(turns), learnt))
+        self.assertEqual(self.both({"messages": messages}, self.TURNS), ("nonenone" + "".join(turns), learnt))
+        # A turn of calls alone is a response.
+        self.assertEqual(self.both({"messages": messages[:2]}, self.TURNS),
+                         ("nonenone" + "".join(turns[:2]), dumped(given[1]) + "<|im_end|>"))
+
+    @unittest.skipUnless(HAVE_PYARROW, "the Python package pyarrow is missing")
+    def test_rows_of_parquet(self):
+        """Arrow gives each struct all fields of its column; those without a value were not there."""
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+        messages = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "tool_calls": [call]},
+                    {"role": "tool", "content": "3", "name": "add"}, {"role": "assistant", "content": "3!"}]
+        given = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "tool_calls": [call]},
+                 {"role": "tool", "content": "3", "name": "add"}, {"role": "assistant", "content": "3!"}]
+        template = "{{ tools | tojson }}{% for m in messages %}" \
+                   "<|im_start|>{{ m.role }}|{{ m | tojson(sort_keys=true) }}<|im_end|>{% endfor %}"
+        text, _ = self.both({"messages": messages, "tools": json.dumps(self.TOOLS)}, template, kind="parquet")
+        self.assertEqual(text, json.dumps(self.TOOLS) + "".join(
+            f"<|im_start|>{m['role']}|{json.dumps(m, sort_keys=True)}<|im_end|>" for m in given))
+
+    def test_special_tokens_around_calls_are_loss_tokens(self):
+        template = """
+{%- for m in messages %}
+{%- if m.role != 'assistant' %}<|user|>{{ m.content }}{% else %}{{ m.content }}
+{%- if m.tool_calls %}<|calls|>{% for c in m.tool_calls %}<|call|>{{ c.function.name }}<|sep|>
+{{- c.function.arguments | tojson }}
+{%- endfor %}<|end_calls|>{% endif %}</s>{{ '\n' }}{% endif %}{% endfor %}"""
+        special = ("<|user|>", "<|calls|>", "<|call|>", "<|sep|>", "<|end_calls|>", "</s>")
+        row = {"messages": [{"role": "user", "content": "Hi"},
+                            {"role": "assistant", "content": "", "tool_calls": [self.CALL] * 2},
+                            {"role": "tool", "content": "3"},
+                            {"role": "assistant", "content": "3.", "tool_calls": [self.CALL]},
+                            {"role": "tool", "content": "4"}, {"role": "assistant", "content": "Done"}]}
+        call = "<|call|>add<|sep|>" + json.dumps(self.CALL["function"]["arguments"], ensure_ascii=False)
+        _, learnt = self.both(row, template, special)
+        self.assertEqual(learnt, f"<|calls|>{call}{call}<|end_calls|></s>3.<|calls|>{call}<|end_calls|></s>Done</s>")
+
+    def test_parts_of_text(self):
+        """A template that reads lists gets the list; another one gets the text, not a list as Python prints it."""
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": parts[:1]}]}
+        turn = "{% for m in messages %}<|im_start|>CONTENT<|im_end|>{% endfor %}"
+        listed = "{% if m.content is string %}{{ m.content }}" \
+                 "{% else %}{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}"
+        for content, texts in ((listed, ("(a)(b)", "(a)")), ("{{ m.content }}", ("a\nb", "a")),
+                               ("{{ m.content + '!' }}", ("a\nb!", "a!")),
+                               ("{{ m.content if m.content is string }}", ("a\nb", "a"))):
+            text, _ = self.both(row, turn.replace("CONTENT", content))
+            self.assertEqual(text, "".join(f"<|im_start|>{t}<|im_end|>" for t in texts), content)
+
+    def test_only_the_completion_is_learnt(self):
+        row = {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                          {"role": "user", "content": "c"}], "completion": [{"role": "assistant", "content": "d"}]}
+        template = "{% for m in messages %}<|im_start|>{{ m.role }}|{{ m.content }}<|im_end|>{% endfor %}" \
+                   "{% if add_generation_prompt %}<|im_start|>assistant|{% endif %}"
+        text, learnt = self.both(row, template)
+        self.assertEqual(text, "".join(f"<|im_start|>{r}|{c}<|im_end|>" for r, c in zip(
+            ("user", "assistant", "user", "assistant"), "abcd")))
+        self.assertEqual(learnt, "d<|im_end|>")
+        row = {"system": "S", "conversations": [{"from": "human", "value": "a"},
+                                                {"from": "observation", "value": "b"}, {"from": "gpt", "value": "c"}]}
+        text, learnt = self.both(row, template)
+        self.assertEqual(text, "".join(f"<|im_start|>{r}|{c}<|im_end|>" for r, c in zip(
+            ("system", "user", "tool", "assistant"), "Sabc")))
+
+    def test_refused(self):
+        user = {"role": "user", "content": "a"}
+        for template, messages, part in (
+                (self.TURNS, [user, {"role": "assistant", "tool_calls": [{"name": "<|im_end|>"}]}],
+                 "a.jsonl:2: a message holds the special token <|im_end|> as text"),
+                ("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+                 [user, {"role": "assistant", "tool_calls": [self.CALL]}],
+                 "a.jsonl:2: {tok}/chat_template.jinja: writes nothing of message 2, an assistant turn"),
+                ("{{ raise_exception('no tools') if tools }}", [user, {"role": "assistant", "content": "b"}],
+                 "a.jsonl:2: {tok}/chat_template.jinja refuses the conversation: no tools")):
+            folder = self.tokenizer(template)
+            row = {"messages": messages, "tools": self.TOOLS}
+            path = self.write("a.jsonl", b"\n" + json.dumps(row).encode())
+            self.refused(part.replace("{tok}", folder), "--text", path, "--tokenizer", folder, "--val", "0")
 
 
 class WithoutTokenizers(DataTest):

@@ -1,9 +1,10 @@
 """Text from files: which files there are, the chunks that processes read, the documents in them.
 
 Documents are whole .txt and .md files, files and members of .tar archives with the endings that the caller adds, lines
-of .jsonl files and rows of .parquet files. A line or row holds a text or a conversation (SHAPES). .jsonl and .tar files
-may be compressed.
+of .jsonl files, and rows of .json and .parquet files. A line or row holds a text or a conversation (conversations.py).
+.json, .jsonl and .tar files may be compressed.
 """
+import codecs
 import collections
 import gzip
 import hashlib
@@ -16,19 +17,20 @@ import sys
 import tarfile
 import zlib
 
-import encoder as text_encoder
+from conversations import Conversation, fields_of, shape_of, string_of, utf8
 from errors import DataError, first_line, import_package, naming
 from process_pool import Pool
 
 TEXT_ENDINGS = (".txt", ".md")
 COMPRESSED = (".gz", ".zst", ".xz")
-OTHER_ENDINGS = (".jsonl", *(f".jsonl{c}" for c in COMPRESSED), ".parquet", ".tar", *(f".tar{c}" for c in COMPRESSED),
-                 ".tgz")
-# Sets of keys of a line (.jsonl) or columns of a row (.parquet); the first set that it has counts.
-SHAPES = (("messages",), ("prompt", "response"), ("instruction", "output"), ("text",))
+JSON_ENDINGS = (".json", *(f".json{c}" for c in COMPRESSED))
+OTHER_ENDINGS = (".jsonl", *(f".jsonl{c}" for c in COMPRESSED), *JSON_ENDINGS, ".parquet", ".tar",
+                 *(f".tar{c}" for c in COMPRESSED), ".tgz")
 INPUT_CHUNK = 8 << 20     # bytes of input that a process reads at once
 PACKAGE_CHUNK = 64 << 10  # bytes that the tokenizers package reads at once: it needs many times as much memory
+SPACE = re.compile(r"[ \t\r\n]*")
 EMPTY, NO_RESPONSE, OTHER_MEMBERS = "empty", "conversations without a response", "files of other kinds in archives"
+OTHER_JSON = ".json files without rows of text"
 
 
 class Selection:
@@ -74,16 +76,28 @@ def endings(text_endings):
     return (*TEXT_ENDINGS, *text_endings, *OTHER_ENDINGS)
 
 
-def find_files(paths, text_endings=()):
-    """All files in supported formats, in directories recursively. The order is the same on every machine. text_endings:
-    names of text files end like this, too."""
+def is_hidden(path):
+    """Whether a file or folder in a folder or an archive is none of its content: names that begin with a dot, and what
+    macOS puts into archives."""
+    return any(name == "__MACOSX" or name.startswith(".") for name in path.split("/") if name not in (".", ".."))
+
+
+def find_files(paths, text_endings=(), left_out=None):
+    """All files in supported formats, in directories recursively, there without .json files that hold other things than
+    rows (counted in left_out). The order is the same on every machine. text_endings: names of text files end like this,
+    too."""
     found, known = [], endings(text_endings)
+    left_out = collections.Counter() if left_out is None else left_out
     for path in paths:
         if os.path.isdir(path):
             for directory, subdirectories, names in os.walk(path):
-                subdirectories[:] = sorted(n for n in subdirectories if not n.startswith("."))
-                found += [os.path.join(directory, n) for n in sorted(names)
-                          if n.lower().endswith(known) and not n.startswith(".")]
+                subdirectories[:] = sorted(n for n in subdirectories if not is_hidden(n))
+                files = [os.path.join(directory, n) for n in sorted(names)
+                         if n.lower().endswith(known) and not is_hidden(n)]
+                others = {file for file in files if file.lower().endswith(JSON_ENDINGS) and not has_rows(file)}
+                found += [file for file in files if file not in others]
+                if others:
+                    left_out[OTHER_JSON] += len(others)
         elif not os.path.exists(path):
             raise DataError(f"{path}: no such file or directory; check --text and --val-text")
         elif not path.lower().endswith(known):
@@ -92,10 +106,10 @@ def find_files(paths, text_endings=()):
         else:
             found.append(path)
     for path in found:
-        with naming(path):
-            regular = stat.S_ISREG(os.stat(path).st_mode)
-        if not regular:  # opening a FIFO waits for a writer, and devices may have no end
-            raise DataError(f"{path}: is a FIFO, a socket or a device; copy its content to a file")
+        check_regular(path)
+    if not found and left_out[OTHER_JSON]:
+        raise DataError(f"{', '.join(paths)}: no {', '.join(known)} files found, and the .json files there hold no "
+                        "rows with the fields of a text or a conversation (docs/use/data.md)")
     if not found:
         raise DataError(f"{', '.join(paths)}: no {', '.join(known)} files found; give a path that has some, or name "
                         "the endings of other text files by --ext")
@@ -105,10 +119,27 @@ def find_files(paths, text_endings=()):
     return found
 
 
+def check_regular(path):
+    with naming(path):
+        regular = stat.S_ISREG(os.stat(path).st_mode)
+    if not regular:  # opening a FIFO waits for a writer, and devices may have no end
+        raise DataError(f"{path}: is a FIFO, a socket or a device; copy its content to a file")
+
+
+def has_rows(path):
+    """Whether the first row of a .json file has the fields of a text or a conversation."""
+    check_regular(path)
+    try:
+        row = json.loads(next(json_rows(path), "null"))
+        return isinstance(row, dict) and bool(shape_of(path, row))
+    except DataError:
+        return False
+
+
 def unpack(files, directory, jobs=None):
-    """Decompresses files into a directory; what an interrupted call has left there complete is kept. Returns {copy:
-    file}."""
-    packed = [path for path in files if path.lower().endswith((*COMPRESSED, ".tgz"))]
+    """Decompresses files into a directory, .json files as .jsonl; what an interrupted call has left there complete is
+    kept. Returns {copy: file}."""
+    packed = [path for path in files if path.lower().endswith((*COMPRESSED, ".tgz", ".json"))]
     if not packed:
         return {}
     os.makedirs(directory, exist_ok=True)
@@ -122,7 +153,10 @@ def unpack(files, directory, jobs=None):
 
 
 def unpacked_name(path):
-    stem, ending = os.path.splitext(os.path.basename(path))
+    name = os.path.basename(path)
+    stem, ending = os.path.splitext(name)
+    if name.lower().endswith(JSON_ENDINGS):
+        return (stem if ending.lower() == ".json" else os.path.splitext(stem)[0]) + ".jsonl"
     return stem + ".tar" if ending.lower() == ".tgz" else stem
 
 
@@ -131,6 +165,8 @@ def open_compressed(path):
     if path.lower().endswith(".zst"):
         pyarrow = import_package("pyarrow", f"{path}: reading .zst", f"{sys.executable} -m pip install pyarrow")
         return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
+    if path.lower().endswith(".json"):
+        return open(path, "rb")
     return (gzip if path.lower().endswith((".gz", ".tgz")) else lzma).open(path)
 
 
@@ -148,10 +184,77 @@ def decompress(paths):
     packed, copy = paths
     part = copy + ".part"
     with open(part, "wb") as file:
-        for data in decompressed(packed):
+        is_json = packed.lower().endswith(JSON_ENDINGS)
+        for data in (utf8(row) + b"\n" for row in json_rows(packed)) if is_json else decompressed(packed):
             with naming(copy):
                 file.write(data)
     os.rename(part, copy)
+
+
+class JsonText:
+    """Values of JSON in text that arrives in pieces."""
+
+    def __init__(self, pieces):
+        self.pieces, self.text, self.at, self.ended = pieces, "", 0, False
+
+    def more(self):
+        """Appends at least as much text as is left, so that a long value is not read often."""
+        pieces = [self.text[self.at:]]
+        wanted = len(pieces[0])
+        for piece in self.pieces:
+            pieces.append(piece)
+            wanted -= len(piece)
+            if wanted < 0:
+                break
+        else:
+            self.ended = True
+        self.text, self.at = "".join(pieces), 0
+
+    def peek(self):
+        """The next character that is not white space; "" at the end."""
+        while True:
+            self.at = SPACE.match(self.text, self.at).end()
+            if self.at < len(self.text) or self.ended:
+                return self.text[self.at:self.at + 1]
+            self.more()
+
+    def value(self):
+        """The text of the next value, on one line."""
+        while True:
+            try:
+                end = json.JSONDecoder().raw_decode(self.text, self.at)[1]
+            except json.JSONDecodeError as e:
+                if self.ended:
+                    raise ValueError(e.msg) from None
+                end = len(self.text)
+            if end < len(self.text) or self.ended:  # else a number may go on
+                value, self.at = self.text[self.at:end], end
+                return value.replace("\n", " ").replace("\r", " ")
+            self.more()
+
+
+def json_rows(path):
+    """The rows of a .json file as JSON: the elements of a list, or values one after the other."""
+    text, row = JsonText(codecs.iterdecode(decompressed(path), "utf-8-sig")), 1
+    try:
+        is_list = text.peek() == "["
+        text.at += is_list
+        while text.peek() not in ("", "]" if is_list else ""):
+            if is_list and row > 1:
+                if text.peek() != ",":
+                    raise ValueError("a comma is missing before it")
+                text.at += 1
+                text.peek()
+            yield text.value()
+            row += 1
+        if is_list and not text.peek():
+            raise ValueError("the file ends within the list")
+        text.at += is_list
+        if text.peek():
+            raise ValueError("it follows the list's end")
+    except (ValueError, RecursionError) as e:
+        why = "not UTF-8 text" if isinstance(e, UnicodeDecodeError) else first_line(e)
+        raise DataError(f"{path}: row {row} is not JSON ({why})") from None
 
 
 def safe_cut(data, end):
@@ -186,7 +289,7 @@ def plan_tar(path, key, name, text_endings, left_out):
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 archive.members.clear()  # else it keeps them all
-                if not member.isreg():
+                if not member.isreg() or is_hidden(member.name):
                     continue
                 if member.issparse() or not member.name.lower().endswith((*TEXT_ENDINGS, *text_endings)):
                     left_out[OTHER_MEMBERS] += 1
@@ -255,76 +358,8 @@ def open_parquet(path):
     return parquet
 
 
-def shape_of(where, names):
-    """The first of SHAPES whose fields are all there."""
-    for shape in SHAPES:
-        if set(shape) <= set(names):
-            return shape
-    accepted = ", ".join(" and ".join(f"'{name}'" for name in shape) for shape in SHAPES)
-    raise DataError(f"{where}: has the fields {', '.join(map(repr, names)) or '(none)'}; give one of {accepted} "
-                    "(docs/use/data.md)")
-
-
-def utf8(text):
-    """JSON can hold half a surrogate pair, which is not a character and cannot be encoded; so can a file name that is
-    not UTF-8."""
-    return text.encode("utf-8", "replace")
-
-
-class Conversation:
-    """A training example: turns of system, user and assistant, of whose tokens those of the assistant are loss tokens.
-    record: what it was made of. len() is the number of bytes."""
-
-    def __init__(self, where, record, shape):
-        if shape == ("messages",):
-            messages = messages_of(where, record)
-            self.turns = [self.turn(where, number, message) for number, message in enumerate(messages)]
-        else:
-            user, assistant = (string_of(where, name, record[name]) for name in shape)
-            more = record.get("input") if "instruction" in shape else None
-            if more:
-                user += "\n\n" + string_of(where, "input", more)
-            self.turns = [("user", user), ("assistant", assistant)]
-        self.is_instruction = "instruction" in shape
-        self.record = {name: record[name] for name in (*shape, "input") if name in record}
-
-    @staticmethod
-    def turn(where, number, message):
-        where = f"{where}: message {number + 1}"
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise DataError(f"{where} has no 'content' that is a string")
-        role = message.get("role")
-        if role not in text_encoder.ROLES:
-            raise DataError(f"{where} has the role {role!r}; give {', '.join(text_encoder.ROLES)}")
-        return role, message["content"]
-
-    def __len__(self):
-        return sum(len(utf8(content)) for _, content in self.turns)
-
-    def learns(self):
-        return any(role == "assistant" and content for role, content in self.turns)
-
-    def encoded(self, has_template):
-        """What Encoder.encode() takes. Without a template an empty line separates an instruction from its output."""
-        separator = "\n\n" if self.is_instruction and not has_template else ""
-        return [(text_encoder.ROLES[role], utf8(content + separator * (role == "user")))
-                for role, content in self.turns]
-
-
-def messages_of(where, record):
-    if not isinstance(record["messages"], list):
-        raise DataError(f"{where}: 'messages' is not a list")
-    return record["messages"]
-
-
-def string_of(where, name, value):
-    if not isinstance(value, str):
-        raise DataError(f"{where}: '{name}' holds {type(value).__name__}, not a string")
-    return value
-
-
 def position(chunk, key):
-    """Where a document is, for an error: the line of a .jsonl file, the row of a .parquet file."""
+    """Where a document is, for an error: the line of a .jsonl file, the row of a .json or .parquet file."""
     if chunk.format == "text":
         return chunk.name
     offset = key.split(":", 1)[1]
@@ -337,7 +372,7 @@ def position(chunk, key):
             if not data:
                 break
             lines, left = lines + data.count(b"\n"), left - len(data)
-    return f"{chunk.name}:{lines}"
+    return f"{chunk.name}: row {lines}" if chunk.name.lower().endswith(JSON_ENDINGS) else f"{chunk.name}:{lines}"
 
 
 def documents(chunk, selection=ALL, left_out=None):
@@ -387,7 +422,7 @@ def digests(chunk, selection=ALL):
             found.append((digest.digest(), chunk.key))
     else:
         for key, document, _ in documents(chunk, selection):
-            content = document if isinstance(document, bytes) else repr(document.turns).encode()
+            content = document if isinstance(document, bytes) else document.json
             found.append((hashlib.blake2b(content, digest_size=8).digest(), key))
     return [(int.from_bytes(content, "little"), document_hash(key)) for content, key in found]
 
@@ -422,17 +457,23 @@ def jsonl_records(chunk):
 
 def parquet_records(chunk):
     parquet, row = open_parquet(chunk.path), 0
-    columns = [*shape_of(chunk.name, parquet.schema_arrow.names)]
-    if "instruction" in columns and "input" in parquet.schema_arrow.names:
-        columns.append("input")
+    names = parquet.schema_arrow.names
+    columns = [name for name in fields_of(shape_of(chunk.name, names)) if name in names]
     from pyarrow import ArrowException
     try:
         for batch in parquet.iter_batches(batch_size=1024, row_groups=[chunk.begin], columns=columns):
             for record in zip(*(batch.column(name).to_pylist() for name in columns)):
-                yield f"{chunk.begin}:{row}", dict(zip(columns, record))
+                yield f"{chunk.begin}:{row}", {name: present(value) for name, value in zip(columns, record)}
                 row += 1
     except (ArrowException, OSError, UnicodeDecodeError) as e:
         raise DataError(f"{chunk.path}: damaged ({first_line(e)})") from None
+
+
+def present(value):
+    """A value of Arrow as the JSON that it was made of: a struct has a null where an object lacks a key."""
+    if isinstance(value, dict):
+        return {key: present(item) for key, item in value.items() if item is not None}
+    return [present(item) for item in value] if isinstance(value, list) else value
 
 
 def package_chunks(data):

@@ -572,7 +572,8 @@ int64_t Activations::staging_bytes() const {
     return (5 * N + 2) * 4 + 8 + (angles_by_token(config, shape) ? N * config.rotary_channels() * 4 : 0);
 }
 
-std::vector<int32_t> Activations::angle_rows(const Batch& batch, Stream stream) const {
+const std::vector<int32_t>& Activations::angle_rows(const Batch& batch, Stream stream,
+                                                    std::vector<int32_t>& rows) const {
     if (!angles_by_token(config, shape)) return batch.positions;
     const auto n = int64_t(batch.tokens.size());
     std::vector<int64_t> lengths;  // of each token's sequence
@@ -582,7 +583,7 @@ std::vector<int32_t> Activations::angle_rows(const Batch& batch, Stream stream) 
     rope_rows(host_tensor(host.data(), {n, config.rotary_channels() / 2, 2}), batch.positions.data(), lengths.data(),
               config.rope_theta, config.rope_scaling);
     staging->put(rope_table.data, host.data(), int64_t(host.size() * sizeof(float)), stream);
-    std::vector<int32_t> rows(batch.tokens.size());
+    rows.resize(batch.tokens.size());
     std::iota(rows.begin(), rows.end(), 0);
     return rows;
 }

@@ -34,8 +34,8 @@ struct TrainSetup {
     DataUse data_use;                 // this data, and the step that its first sample is in
     std::vector<Question> questions;  // of --eval-multiple-choice
     int64_t micro_steps = 1;
-    SamplePrompts sample_prompts = {};  // with --sample-every
-    std::string defaults = {};          // a line on the options that were chosen; "" for a run from scratch
+    SamplePrompts sample_prompts = {};      // with --sample-every
+    std::string defaults = {};              // a line on the options that were chosen; "" for a run from scratch
     std::vector<int32_t> end_of_turn = {};  // the tokens with which the model learns to end its turn in a conversation
 
     bool evaluates() const;  // whether there is a validation split or a question

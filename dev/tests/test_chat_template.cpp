@@ -57,6 +57,8 @@ TEST(ChatTemplates, FoundInModelDirectory) {
         json::array({{{"name", "tool_use"}, {"template", "tools"}}, {{"name", "default"}, {"template", "two"}}});
     write_file(dir.file("tokenizer_config.json"), json{{"chat_template", several}}.dump());
     EXPECT_EQ(first(), "two");
+    const jinja::Template::Variables tools = {{"tools", jinja::Value(json::array({"f"}), jinja::CONTENT)}};
+    EXPECT_EQ(ChatTemplate(dir.path()).render({{"user", "x"}}, false, fixture_date(), tools).chars, "tools");
     const std::string config = dir.file("tokenizer_config.json"), key = config + ": chat_template";
     const auto with = [&](const json& value) {
         write_file(config, json{{"chat_template", value}}.dump());

@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <ctime>
 #include <numeric>
+#include <regex>
 
+#include "data/conversation_json.h"
 #include "dev/tests/tokenizer_fixture.h"
 
 namespace {
@@ -246,6 +248,63 @@ TEST(Examples, GenerationPromptThatStoredTurnsLeaveOut) {
                                          chat_template(kept), fixture_date(), tokenizer),
                      tokenizer),
               "Why.\n</think>Yes.<|end|>");
+}
+
+// What came from messages decides where a turn ends: the special tokens around calls of tools are loss tokens, whether
+// the template puts them before, between or after what it writes of the message.
+TEST(Examples, CallsOfTools) {
+    const std::string source =
+        "{{ tools|tojson }}{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% for c in "
+        "m.tool_calls or [] %}<|call|>{{ c.name }}<|sep|>{{ c.arguments|tojson }}<|end|>{% endfor %}</s>;"
+        "{% else %}<|sep|>{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}";
+    const Tokenizer tokenizer = tokenizer_fixture("gpt2", {"<|call|>", "<|sep|>", "<|end|>", "</s>"});
+    const ChatTemplate model = chat_template(source, {{"eos_token", "</s>"}});
+    const auto example = [&](const std::string& record) {
+        const ConversationInput input = read_conversation(record, model.reads_parts());
+        return encode_conversation(input.messages, model, fixture_date(), tokenizer, input.variables);
+    };
+    const std::string
+        calls = R"("tool_calls": [{"name": "f", "arguments": {"b": 1, "a": "x"}}, {"name": "g", "arguments": []}]})",
+        user = R"({"role": "user", "content": "Hi"})", tool = R"({"role": "tool", "content": "3"})";
+    const std::string whole = "[" + user + R"(, {"role": "assistant", "content": "", )" + calls + ", " + tool +
+                              R"(, {"role": "assistant", "content": "It is", )" + calls + "]";
+    const std::string written = R"(<|call|>f<|sep|>{"b": 1, "a": "x"}<|end|><|call|>g<|sep|>)";
+    const std::string ends = written + "[]<|end|></s>";
+    const Example both = example(R"({"tools": [{"n": null}], "messages": )" + whole + "}");
+    EXPECT_EQ(tokenizer.decode(both.tokens),
+              R"([{"n": null}]<|sep|>user:Hi;)" + ends + ";<|sep|>tool:3;It is" + ends + ";");
+    EXPECT_EQ(learnt(both, tokenizer), ends + "It is" + ends);
+    EXPECT_EQ(learnt(example("{\"inputs\": 2, \"messages\": " + whole + "}"), tokenizer), "It is" + ends);
+    // What came from a message stays text, and a turn whose calls the template does not write is refused.
+    const std::string special = std::regex_replace(whole, std::regex(R"("x")"), R"("<|end|>")");
+    EXPECT_NE(error_of([&] { example("{\"messages\": " + special + "}"); }).find("holds the special token <|end|>"),
+              std::string::npos);
+    const ConversationInput input = read_conversation("{\"messages\": " + whole + "}", false);
+    EXPECT_NE(error_of([&] {
+                  encode_conversation(input.messages,
+                                      chat_template("{% for m in messages %}{{ m.content }};{% endfor %}"),
+                                      fixture_date(), tokenizer);
+              }).find("writes nothing of message 2"),
+              std::string::npos);
+    const std::vector<std::string> texts = {"Hi", "", "f", "x", "g", "3", "It is", "f", "x", "g"};
+    EXPECT_EQ(input.texts, texts);
+}
+
+TEST(Examples, PartsOfText) {
+    const Tokenizer tokenizer = tokenizer_fixture("gpt2");
+    const std::string record = R"({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"},
+        {"type": "text", "text": "b"}]}, {"role": "assistant", "content": "c"}]})";
+    const auto text = [&](const std::string& content) {
+        const ChatTemplate model = chat_template("{% for m in messages %}" + content + ";{% endfor %}");
+        const ConversationInput input = read_conversation(record, model.reads_parts());
+        return model.render(input.messages, false, fixture_date(), input.variables).chars;
+    };
+    EXPECT_EQ(text("{{ m.content }}"), "a\nb;c;");
+    EXPECT_EQ(text("{{ m.content + '!' }}"), "a\nb!;c!;");
+    EXPECT_EQ(text("{{ m.content if m.content is string }}"), "a\nb;c;");
+    EXPECT_EQ(text("{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}({{ p.text }})"
+                   "{% endfor %}{% endif %}"),
+              "(a)(b);c;");
 }
 
 TEST(Examples, PromptAndResponseWithoutATemplate) {

@@ -1,0 +1,192 @@
+"""Conversations in the rows of data files: the fields that a row may have, and what of them a chat template is given,
+which is what transformers' apply_chat_template(messages, tools=…, documents=…) gives to it."""
+import json
+
+from errors import DataError, first_line
+
+# Sets of fields of a row; the first set that it has counts.
+SHAPES = (("messages",), ("conversations",), ("prompt", "response"), ("prompt", "completion"),
+          ("instruction", "output"), ("text",))
+# What a template is given besides messages: lists of objects, and variables by name.
+LISTS, VARIABLES = ("tools", "documents"), "chat_template_kwargs"
+OF_TEMPLATE = (*LISTS, VARIABLES)
+MORE_FIELDS = {"conversations": ("system", *OF_TEMPLATE), "instruction": ("input", *OF_TEMPLATE), "text": ()}
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+# ShareGPT's names of roles.
+SPEAKERS = {**{role: role for role in ROLES}, "human": "user", "observation": "tool",
+            **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")}
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first or the second
+RESPONSE = ("content", "tool_calls", "function_call", *REASONING)  # an assistant turn has one of them at least
+LABELS = ("role", "type")  # keys of words that are no text
+
+
+def shape_of(where, names):
+    """The first of SHAPES whose fields are all there."""
+    for shape in SHAPES:
+        if set(shape) <= set(names):
+            return shape
+    accepted = ", ".join(" and ".join(f"'{name}'" for name in shape) for shape in SHAPES)
+    raise DataError(f"{where}: has the fields {', '.join(map(repr, names)) or '(none)'}; give one of {accepted} "
+                    "(docs/use/data.md)")
+
+
+def fields_of(shape):
+    """The fields of a row that are read."""
+    return (*shape, *MORE_FIELDS.get(shape[0], OF_TEMPLATE))
+
+
+def utf8(text):
+    """JSON can hold half a surrogate pair, which is not a character and cannot be encoded; so can a file name that is
+    not UTF-8."""
+    return text.encode("utf-8", "replace")
+
+
+def typed(where, name, value, wanted, words):
+    if not isinstance(value, wanted):
+        raise DataError(f"{where}: '{name}' holds {type(value).__name__}, not {words}")
+    return value
+
+
+def string_of(where, name, value):
+    return typed(where, name, value, str, "a string")
+
+
+class Conversation:
+    """A training example: messages, of which the tokens of the assistant's are loss tokens. record: what it was made
+    of. len() is the number of bytes of text."""
+
+    def __init__(self, where, record, shape):
+        self.messages, inputs = messages_of_row(where, record, shape)
+        self.trained = self.messages[inputs:]
+        self.more = of_template(where, record)
+        self.is_instruction = "instruction" in shape
+        self.record = {name: record[name] for name in fields_of(shape) if name in record}
+        try:
+            self.texts = list(strings([self.messages, self.more]))
+            self.size = sum(len(utf8(text)) for text in self.texts)
+            self.json = to_json({"messages": self.messages, "inputs": inputs, **self.more})
+        except (ValueError, TypeError, RecursionError) as e:
+            raise DataError(f"{where}: holds a value that a template cannot be given ({first_line(e)})") from None
+
+    def __len__(self):
+        return self.size
+
+    def learns(self):
+        return any(message["role"] == "assistant" and any(map(message.get, RESPONSE)) for message in self.trained)
+
+    def encoded(self, has_template):
+        """What Encoder.encode() takes. Without a template a conversation has texts only, and an empty line separates an
+        instruction from its output."""
+        if has_template:
+            return self.json
+        for part in (self.more, *self.messages):
+            for name in (*OF_TEMPLATE, *RESPONSE[1:], "name"):
+                if part.get(name):
+                    raise DataError(f"'{name}' of a conversation needs a chat template, which writes it; give "
+                                    "--tokenizer DIR, the directory of a chat model")
+        separator = "\n\n" if self.is_instruction else ""
+        return to_json({"messages": [{**message, "content": joined(message) + separator * (message["role"] == "user")}
+                                     for message in self.messages]})
+
+
+def to_json(value):
+    return utf8(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def strings(value):
+    """The texts in a value of JSON, as add_texts() of data/conversation_json.cpp finds them. Raises ValueError for a
+    number that does not arrive as it is."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        skipped = (*LABELS, *REASONING[1:]) if REASONING[0] in value else LABELS
+        for key, item in value.items():
+            if key not in skipped:
+                yield from strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from strings(item)
+    elif isinstance(value, int) and not -1 << 63 <= value < 1 << 63:
+        raise ValueError(f"{value} has more than 64 bits")
+
+
+def joined(message):
+    """The content of a message as a text."""
+    content = message.get("content", "")
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def messages_of_row(where, record, shape):
+    """The messages of a row, and how many of them at the beginning are inputs only, assistant turns among them."""
+    if len(shape) == 1:
+        messages = messages_of(where, *shape, record)
+        if "system" in fields_of(shape) and record.get("system"):
+            messages.insert(0, {"role": "system", "content": string_of(where, "system", record["system"])})
+        return messages, 0
+    sides = []
+    for name, role in zip(shape, ("user", "assistant")):
+        is_list = isinstance(record[name], list)
+        sides.append(messages_of(where, name, record) if is_list else
+                     [{"role": role, "content": string_of(where, name, record[name])}])
+    if "input" in fields_of(shape) and record.get("input"):
+        sides[0][-1]["content"] += "\n\n" + string_of(where, "input", record["input"])
+    return sides[0] + sides[1], len(sides[0])
+
+
+def messages_of(where, name, record):
+    if not isinstance(record[name], list):
+        raise DataError(f"{where}: '{name}' is not a list")
+    return [message_of(f"{where}: message {number}", message) for number, message in enumerate(record[name], 1)]
+
+
+def message_of(where, message):
+    """A message as transformers gives it to a template: without keys that hold nothing, and reasoning by each of the
+    names that templates read."""
+    if not isinstance(message, dict):
+        raise DataError(f"{where} holds {type(message).__name__}, not an object")
+    roles = ROLES
+    if "role" not in message and "from" in message:
+        speaker, roles = message["from"], tuple(SPEAKERS)
+        message = {"role": SPEAKERS[speaker] if speaker in roles else speaker, "content": message.get("value"),
+                   **{key: value for key, value in message.items() if key not in ("from", "value")}}
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.get("role") not in roles:
+        raise DataError(f"{where} has the role {message.get('role')!r}; give {', '.join(roles)}")
+    content, calls = message.get("content"), any(map(message.get, RESPONSE[1:]))
+    if isinstance(content, list):
+        for part in content:
+            check_part(where, part)
+    elif not isinstance(content, str) and not (content is None and calls and message["role"] == "assistant"):
+        raise DataError(f"{where} has no 'content' that is a string or a list of parts of text")
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def check_part(where, part):
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise DataError(f"{where} has a part of the type {kind!r}; a language model reads text: "
+                        '{"type": "text", "text": "…"}')
+
+
+def of_template(where, record):
+    """What a row has for a template besides messages."""
+    more = {}
+    for name in OF_TEMPLATE:
+        value = record.get(name)
+        if isinstance(value, str) and value:  # Arrow has no type for lists of unlike objects, so data sets write JSON
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as e:
+                raise DataError(f"{where}: '{name}' is a string that is not JSON ({first_line(e)})") from None
+        if value is None or value == "":
+            continue
+        if name == VARIABLES:
+            taken = {"messages", "add_generation_prompt", *LISTS} & set(typed(where, name, value, dict, "an object"))
+            if taken:
+                raise DataError(f"{where}: '{name}' sets '{min(taken)}', which is a field of its own; leave it out")
+        else:
+            for item in typed(where, name, value, list, "a list of objects"):
+                typed(where, name, item, dict, "objects")
+        more[name] = value
+    return more
