@@ -48,8 +48,6 @@ GENERATION = {
     "a draft model or a lookup changes the speed, not the tokens": [
         "assistant_*", "is_assistant", "num_assistant_*", "target_lookbehind", "prompt_lookup_num_tokens",
         "max_matching_ngram_size", "speculation_type", "use_mtp"],
-    "the prompt's start is that of tokenizer.json, or bos_token_id of config.json": ["bos_token_id"],
-    "batches here have no padding": ["pad_token_id"],
     "encoders and decoders of two parts are refused": ["decoder_start_token_id"],
     "it says where a file comes from": [
         "transformers_version", "_commit_hash", "_from_model_config", "_original_object_hash"],
