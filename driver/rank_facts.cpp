@@ -41,10 +41,10 @@ std::string difference(int64_t rank, const RankFacts& first, const RankFacts& th
                "; start all ranks with the same program, options and files");
 }
 
-constexpr int64_t HEAD = 1 << 16;  // holds the header of a file of tokens, and most of one of tensors
+constexpr int64_t HEAD_BYTES = 1 << 16;  // holds the header of a file of tokens, and most of one of tensors
 
 // Of the bytes of a file from its start.
-std::string file_fact(const std::string& path, int64_t most = HEAD) {
+std::string file_fact(const std::string& path, int64_t most = HEAD_BYTES) {
     const FileReader file(path);
     const int64_t n = std::min(file.size(), most);
     std::string head(size_t(n), '\0');
@@ -54,7 +54,7 @@ std::string file_fact(const std::string& path, int64_t most = HEAD) {
     return str("of ", file.size(), " bytes with checksum ", checksum.str());
 }
 
-void add_file(RankFacts& facts, const std::string& path, int64_t most = HEAD) {
+void add_file(RankFacts& facts, const std::string& path, int64_t most = HEAD_BYTES) {
     facts[path] = path_exists(path) ? file_fact(path, most) : "none";
 }
 

@@ -113,7 +113,8 @@ bool TrainSetup::packs() const {
 double TrainSetup::epochs_per_step() const {
     const Mixture mixture = mixture_of(data);
     const double sequences = double(num_training_sequences(sources()[0], o.seq_len));
-    return double(o.total_batch_tokens / o.seq_len) * double(mixture.share(0)) / double(mixture.period()) / sequences;
+    const int64_t samples = o.total_batch_tokens / o.seq_len;
+    return double(samples) * double(mixture.share(0)) / double(mixture.period()) / sequences;
 }
 
 std::vector<TrainingSource> TrainSetup::sources() const {

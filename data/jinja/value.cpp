@@ -287,7 +287,7 @@ Value part_of(const Text& text, Range part, Meter& meter) {
     return out.value();
 }
 
-Value made(Text text, Meter& meter) {
+Value made(const Text& text, Meter& meter) {
     return part_of(text, {0, text.size()}, meter);
 }
 

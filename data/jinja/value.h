@@ -259,7 +259,7 @@ class Writer {
 
 // Parts of a text, as values.
 Value part_of(const Text& text, Range part, Meter& meter);
-Value made(Text text, Meter& meter);  // of text that is small
+Value made(const Text& text, Meter& meter);  // of text that is small
 
 // Throws Error, which says what is missing, for an undefined value.
 void require_defined(const Value& value);
