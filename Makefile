@@ -50,7 +50,7 @@ ifeq ($(MAKELEVEL),0)
   MAKEFLAGS += -j$(shell nproc)# all cores, unless the command line says otherwise
 endif
 COMMA := ,
-override STARTED := $(shell date +%s)
+override STARTED := $(if $(filter train,$(GOALS)),$(shell date +%s))
 
 # ---- what the machine has ---------------------------------------------------------------------------------------------
 # This comes before anything else, because a newly installed library changes how the rest is compiled.
@@ -260,7 +260,7 @@ $(DRIVER): $(MAIN:%=$(BUILD)/%.o) $(BUILD)/build_lines.cpp.o $(LIB)
 # For --version: only the driver is linked again after a commit. A tree with changes says so.
 $(BUILD)/build_lines.cpp: FORCE
 	@mkdir -p $(@D)
-	@commit=$$(git -C $(CURDIR) describe --always --dirty=+changes --exclude='*' 2>/dev/null || echo unknown); \
+	@commit=$$(git describe --always --dirty=+changes --exclude='*' 2>/dev/null || echo unknown); \
 	    text="extern const char BUILD_LINES[] = \"commit $$commit\\narchitectures $(or $(ARCHS:%=sm_%),$(patsubst -march=%,%,$(ARCH_FLAGS)))\\n\";"; [ "$$(cat $@ 2>/dev/null)" = "$$text" ] || echo "$$text" >$@
 
 $(BUILD)/build_lines.cpp.o: $(BUILD)/build_lines.cpp $(BUILD)/flags
