@@ -5,6 +5,7 @@
 
 #include "data/jinja/builtins.h"
 #include "data/utf8.h"
+#include "runtime/text.h"
 
 namespace jinja {
 
@@ -23,10 +24,6 @@ struct Spec {
 };
 
 constexpr int64_t MAX_PRECISION = 100;
-
-bool is_digit(char c) {
-    return '0' <= c && c <= '9';
-}
 
 // The number at text[i], which moves behind it; −1 if there is none.
 int64_t number_at(std::string_view text, size_t& i) {

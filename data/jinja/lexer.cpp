@@ -5,14 +5,12 @@
 
 #include "data/jinja/marked_text.h"
 #include "data/utf8.h"
+#include "runtime/text.h"
 
 namespace jinja {
 
 namespace {
 
-bool is_decimal_digit(char c) {
-    return '0' <= c && c <= '9';
-}
 bool is_name_start(char c) {
     return ('a' <= c && c <= 'z') || ('A' <= c && c <= 'Z') || c == '_';
 }
@@ -153,9 +151,9 @@ class Lexer {
             const char c = source[at];
             if (is_name_start(c)) {
                 size_t end = at;
-                while (end < source.size() && (is_name_start(source[end]) || is_decimal_digit(source[end]))) end++;
+                while (end < source.size() && (is_name_start(source[end]) || is_digit(source[end]))) end++;
                 take(Type::Name, end - at);
-            } else if (is_decimal_digit(c)) {
+            } else if (is_digit(c)) {
                 number();
             } else if (c == '\'' || c == '"') {
                 string();
@@ -200,10 +198,10 @@ class Lexer {
         size_t end = at;
         bool is_float = false;
         const auto digits = [&] {
-            while (end < source.size() && (is_decimal_digit(source[end]) || source[end] == '_')) end++;
+            while (end < source.size() && (is_digit(source[end]) || source[end] == '_')) end++;
         };
         digits();
-        if (end + 1 < source.size() && source[end] == '.' && is_decimal_digit(source[end + 1])) {
+        if (end + 1 < source.size() && source[end] == '.' && is_digit(source[end + 1])) {
             is_float = true;
             end++;
             digits();
@@ -211,7 +209,7 @@ class Lexer {
         if (end < source.size() && (source[end] == 'e' || source[end] == 'E')) {
             size_t exponent = end + 1;
             if (exponent < source.size() && (source[exponent] == '+' || source[exponent] == '-')) exponent++;
-            if (exponent < source.size() && is_decimal_digit(source[exponent])) {
+            if (exponent < source.size() && is_digit(source[exponent])) {
                 is_float = true;
                 end = exponent;
                 digits();
