@@ -119,7 +119,7 @@ size_t position_of(const std::string& name, const Args& args) {
 // configuration file may be empty: older versions wrote options that were not given so.
 bool is_empty(const CLI::Option& option, const Args& args) {
     static const std::set<std::string> may_be_empty = {"--prompt", "--system", "--stop"};
-    const bool typed = option.get_positional() || position_of(option.get_name(), args) < args.size();
+    const bool typed = option.get_positional() || is_typed(option.get_name(), args);
     const std::vector<std::string>& values = option.results();
     return typed && !may_be_empty.count(option.get_name()) &&
            std::find(values.begin(), values.end(), "") != values.end();
@@ -265,6 +265,10 @@ void parse(CLI::App& app, const Args& args, const std::vector<std::string>& shor
     throw UsageError(message);
 }
 
+bool is_typed(const std::string& name, const Args& args) {
+    return position_of(name, args) < args.size();
+}
+
 void parse_known(CLI::App& app, const Args& args) {
     app.allow_extras();
     app.set_help_flag();
@@ -390,89 +394,71 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
         dtype_help += "; auto: bf16 on a GPU from sm_80 on, else fp32";
     }
     app.add_option("--dtype", o.dtype, dtype_help)->check(CLI::IsMember(dtypes))->capture_default_str();
-    const std::string group = help_group::SHAPE;
+    const InGroup group(app, help_group::SHAPE);
     const auto yes_or_no = [&](const char* name, std::string& value, const char* description) {
-        app.add_option(name, value, description)->check(CLI::IsMember({"yes", "no"}))->group(group);
+        app.add_option(name, value, description)->check(CLI::IsMember({"yes", "no"}));
     };
-    app.add_option("--layers", o.layers, "transformer blocks")->check(size)->group(group);
-    app.add_option("--channels", o.channels, "width of the residual")->check(size)->group(group);
-    app.add_option("--heads", o.heads, "query heads")->check(size)->group(group);
-    app.add_option("--kv-heads", o.kv_heads, "key and value heads; must divide --heads")->check(size)->group(group);
-    app.add_option("--head-size", o.head_size, "channels per head; default: channels / heads")
-        ->check(size)
-        ->group(group);
-    app.add_option("--ffn", o.ffn, "inner width of the MLP")->check(size)->group(group);
+    app.add_option("--layers", o.layers, "transformer blocks")->check(size);
+    app.add_option("--channels", o.channels, "width of the residual")->check(size);
+    app.add_option("--heads", o.heads, "query heads")->check(size);
+    app.add_option("--kv-heads", o.kv_heads, "key and value heads; must divide --heads")->check(size);
+    app.add_option("--head-size", o.head_size, "channels per head; default: channels / heads")->check(size);
+    app.add_option("--ffn", o.ffn, "inner width of the MLP")->check(size);
     app.add_option("--max-positions", o.max_positions,
                    "rows of the position table; with RoPE, the context length that the model is trained for")
-        ->check(size)
-        ->group(group);
+        ->check(size);
     app.add_option("--vocab-size", o.vocab_size, "tokens in the vocabulary; default: the vocabulary of the data")
-        ->check(size)
-        ->group(group);
-    app.add_option("--norm", o.norm, "type of the norms")->check(CLI::IsMember(NORM_NAMES))->group(group);
-    app.add_option("--positions", o.positions, "position encoding")
-        ->check(CLI::IsMember(POSITIONS_NAMES))
-        ->group(group);
-    app.add_option("--mlp", o.mlp, "activation function of the MLP")
-        ->check(CLI::IsMember(ACTIVATION_NAMES))
-        ->group(group);
+        ->check(size);
+    app.add_option("--norm", o.norm, "type of the norms")->check(CLI::IsMember(NORM_NAMES));
+    app.add_option("--positions", o.positions, "position encoding")->check(CLI::IsMember(POSITIONS_NAMES));
+    app.add_option("--mlp", o.mlp, "activation function of the MLP")->check(CLI::IsMember(ACTIVATION_NAMES));
     yes_or_no("--bias", o.bias, "biases in the linear layers");
     yes_or_no("--tied", o.tied, "the head shares the weights of the token embedding");
     app.add_option(
            "--attention", o.attention,
            "attention type softmax, linear or gated_linear (or S, L, G): one for all layers, or one per layer as "
            "in linear,linear,softmax or LLS")
-        ->transform(attention_types())
-        ->group(group);
+        ->transform(attention_types());
     app.add_option("--window", o.window,
                    "sliding window of softmax attention: the number of tokens that a token sees, itself included; one "
                    "for all layers, or one per layer as in 4096,0; 0: all")
-        ->check(windows())
-        ->group(group);
+        ->check(windows());
     yes_or_no("--embedding-norm", o.embedding_norm, "a norm of type --norm after the embedding");
     yes_or_no("--head-bias", o.head_bias, "a bias of the head");
     app.add_option("--attention-scale", o.attention_scale,
                    "factor of the scores in softmax attention; default: 1/sqrt(head size), or that of the preset")
-        ->check(number_in(1e-6, 1e6))
-        ->group(group);
+        ->check(number_in(1e-6, 1e6));
     app.add_option("--logit-softcap", o.logit_softcap,
                    "smooth bound of the logits, in training and everywhere else; 0: off; default: that of the preset")
-        ->check(number_in(0, 1e6))
-        ->group(group);
+        ->check(number_in(0, 1e6));
     app.add_option("--softcap-function", o.softcap_function,
                    "with a softcap c: tanh: c tanh(x/c); rsqrt: x / sqrt(1 + (x/c)^2); default: tanh")
-        ->check(CLI::IsMember({"tanh", "rsqrt"}))
-        ->group(group);
-    app.add_option("--rope-theta", o.rope_theta, "base of RoPE's frequencies")->check(number_in(1, 1e12))->group(group);
+        ->check(CLI::IsMember({"tanh", "rsqrt"}));
+    app.add_option("--rope-theta", o.rope_theta, "base of RoPE's frequencies")->check(number_in(1, 1e12));
     app.add_option("--rope-fraction", o.rope_fraction, "RoPE rotates this fraction of a head, as --rope-partial says")
-        ->check(number_in(0, 1))
-        ->group(group);
+        ->check(number_in(0, 1));
     app.add_option("--rope-partial", o.rope_partial,
                    "channels: RoPE rotates the first channels of a head (Hugging Face's partial_rotary_factor); "
                    "frequencies: the first pairs of channels, rounded down to whole pairs, theta^-linspace(0, 1) in "
                    "frequency, the other pairs are "
                    "not rotated; default: channels, or that of the preset")
-        ->check(CLI::IsMember({"channels", "frequencies"}))
-        ->group(group);
+        ->check(CLI::IsMember({"channels", "frequencies"}));
     app.add_option("--init", o.init,
                    "initial weights: gpt2: normal with standard deviation 0.02, less for projections to the residual "
                    "stream; fan-in: sqrt(0.33 / inputs) for matrices, 1 for untied embeddings; default: gpt2, or that "
                    "of the preset")
-        ->check(CLI::IsMember(INIT_NAMES))
-        ->group(group);
+        ->check(CLI::IsMember(INIT_NAMES));
     yes_or_no("--zero-init", o.zero_init, "projections to the residual and an untied head start at 0");
     app.add_option(
            "--qk-norm", o.qk_norm,
            "RMSNorm of q and k before RoPE: off; plain: of each head, without weights; weights: of each head, with "
            "one weight per channel of a head, for q and for k; all-heads: of all heads of q, and of k, together, "
            "with one weight per channel; default: that of the preset")
-        ->check(CLI::IsMember(QK_NORM_NAMES))
-        ->group(group);
+        ->check(CLI::IsMember(QK_NORM_NAMES));
     app.add_option("--norm-placement", o.norm_placement,
                    "norms of a block: before: x + f(norm(x)), after: x + norm(f(x)) (with --norm rmsnorm); default: "
                    "before, or that of the preset")
-        ->check(CLI::IsMember({"before", "after"}))
-        ->group(group);
+        ->check(CLI::IsMember({"before", "after"}));
     yes_or_no("--linear-rope", o.linear_rope, "RoPE in linear and gated_linear attention too; default: yes");
 }
 
@@ -515,40 +501,34 @@ void add_context_options(CLI::App& app, int64_t& context, ContextPolicy& policy,
 }
 
 void add_launch_options(CLI::App& app, LaunchOptions& o) {
-    const std::string group = help_group::GPUS;
+    const InGroup group(app, help_group::GPUS);
     app.add_option("--gpus", o.gpus, "start one process on each of this many GPUs of this machine, or on 'all'")
         ->capture_default_str()
-        ->group(group)
         ->configurable(false);
     app.add_option("--rendezvous", o.rendezvous,
                    "HOST:PORT where rank 0 listens; needed if the launcher does not set it or the port is in use")
-        ->group(group)
         ->configurable(false);
     app.add_option("--comm-timeout", o.timeout_s, "seconds that a process waits for the others before it fails")
         ->check(number_in(0.1, 1e6))
         ->capture_default_str()
-        ->group(group)
         ->configurable(false);
 }
 
 void add_sharding_options(CLI::App& app, ShardingOptions& o) {
-    const std::string group = help_group::GPUS;
+    const InGroup group(app, help_group::GPUS);
     app.add_option("--zero-stage", o.zero_stage,
                    "what the processes shard: 0: nothing; 1: optimizer state and master weights; 2: gradients too; 3: "
                    "weights too (docs/understand/sharding.md)")
         ->check(CLI::IsMember({"0", "1", "2", "3"}))
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
     app.add_option("--reduce-dtype", o.reduce_dtype,
                    "dtype in which processes sum their gradients; bf16 halves the traffic and is less accurate")
         ->check(CLI::IsMember({"fp32", "bf16"}))
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
     app.add_option("--reduce-bucket-mib", o.bucket_mib,
                    "with --zero-stage 0 or 1: sum gradients as soon as this many MiB of them are complete")
         ->check(at_least(0))
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
 }
 
 CLI::Option* add_optimizer_option(CLI::App& app, OptimizerType& optimizer) {

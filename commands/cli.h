@@ -20,6 +20,8 @@ struct SamplingFlags {
 // Errors in the arguments are listed in the order in which they were typed, before missing options; an unknown option
 // names the one that was probably meant. short_help: as help_text() takes it (commands/help.h).
 void parse(CLI::App& app, const Args& args, const std::vector<std::string>& short_help = {});
+// Whether an option is among the arguments, as --name or --name=value.
+bool is_typed(const std::string& name, const Args& args);
 // Parses the options that app knows and ignores all others and all errors.
 void parse_known(CLI::App& app, const Args& args);
 

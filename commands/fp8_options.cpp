@@ -3,7 +3,7 @@
 #include "commands/help.h"
 
 std::vector<CLI::Option*> add_fp8_options(CLI::App& app, Fp8Options& o) {
-    const std::string group = help_group::FP8;
+    const InGroup group(app, help_group::FP8);
     const CLI::Validator count = at_least(0);
     std::vector<CLI::Option*> options = {
         app.add_option_function<std::string>(
@@ -35,6 +35,5 @@ std::vector<CLI::Option*> add_fp8_options(CLI::App& app, Fp8Options& o) {
         app.add_option("--fp8-skip-last", o.skip_last, "number of last layers whose matmuls stay in --dtype")
             ->check(count)
             ->capture_default_str()};
-    for (CLI::Option* option : options) option->group(group);
     return options;
 }

@@ -24,6 +24,21 @@ constexpr char SPEED[] = "speed: choices that change no result, or only its last
 constexpr char SHAPE[] = "shape: what changes in a preset's model";
 }  // namespace help_group
 
+// The options that are added to a command while it lives are in this group, unless they name another.
+class InGroup {
+  public:
+    InGroup(CLI::App& a, const char* heading) : app(a), before(app.option_defaults()->get_group()) {
+        app.option_defaults()->group(heading);
+    }
+    ~InGroup() { app.option_defaults()->group(before); }
+    InGroup(const InGroup&) = delete;
+    InGroup& operator=(const InGroup&) = delete;
+
+  private:
+    CLI::App& app;
+    const std::string before;
+};
+
 // The word after --help or -h; "" if there is none. Nothing: no help is asked for.
 std::optional<std::string> help_topic(const std::vector<std::string>& args);
 

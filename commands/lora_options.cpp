@@ -3,24 +3,21 @@
 #include "commands/help.h"
 
 CLI::Option* add_lora_options(CLI::App& app, LoraOptions& o) {
-    const std::string group = help_group::LORA;
+    const InGroup group(app, help_group::LORA);
     CLI::Option* const rank =
         app.add_option("--lora-rank", o.rank, "train adapters of this rank; the model's own weights are frozen")
             ->check(at_least(1))
-            ->check(number_in(1, 65536))
-            ->group(group);
+            ->check(number_in(1, 65536));
     app.add_option("--lora-alpha", o.alpha, "adapters are scaled by this / rank; default: 16")
         ->check(number_in(1e-6, 1e6))
-        ->needs(rank)
-        ->group(group);
+        ->needs(rank);
     app.add_option("--lora-targets", o.targets,
                    "matrices that get an adapter, by their names in the model's files, as in q_proj,v_proj; default: "
                    "all-linear, every matrix of the blocks")
         ->delimiter(',')
-        ->needs(rank)
-        ->group(group);
-    app.add_flag("--rslora", o.rank_stabilized, "scale adapters by --lora-alpha / √rank")->group(group);
-    app.add_flag("--qlora", o.nf4, "keep the frozen matrices of the blocks in 4 bits (NF4)")->group(group);
+        ->needs(rank);
+    app.add_flag("--rslora", o.rank_stabilized, "scale adapters by --lora-alpha / √rank");
+    app.add_flag("--qlora", o.nf4, "keep the frozen matrices of the blocks in 4 bits (NF4)");
     return rank;
 }
 

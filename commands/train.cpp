@@ -18,33 +18,29 @@ namespace {
 
 void add_length_options(CLI::App& app, TrainOptions& o) {
     const CLI::Validator positive = at_least(1);
-    const std::string group = help_group::LENGTH;
+    const InGroup group(app, help_group::LENGTH);
     app.add_option("--steps", o.steps,
                    "total number of optimizer steps; default: 1000 from scratch, 3 epochs from a checkpoint")
-        ->check(positive)
-        ->group(group);
+        ->check(positive);
     app.add_option("--epochs", o.epochs,
                    "instead of --steps: passes over the training sequences, of the first directory of --data")
-        ->check(number_in(1e-6, 1e6))
-        ->group(group);
+        ->check(number_in(1e-6, 1e6));
     app.add_option("--batch-size", o.batch_size, "sequences per process and micro-step")
         ->check(positive)
-        ->capture_default_str()
-        ->group(group);
-    app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str()->group(group);
+        ->capture_default_str();
+    app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
     app.add_option("--total-batch-tokens", o.total_batch_tokens,
                    "tokens per optimizer step over all processes; default: batch-size x seq-len x processes")
-        ->check(positive)
-        ->group(group);
+        ->check(positive);
 }
 
 void add_learning_options(CLI::App& app, TrainOptions& o) {
-    const std::string group = help_group::LEARNING;
+    const InGroup group(app, help_group::LEARNING);
     const auto add_rate = [&](const char* name, auto& value, const std::string& description) {
-        return app.add_option(name, value, description)->check(number_in(0.0, 1e6))->group(group);
+        return app.add_option(name, value, description)->check(number_in(0.0, 1e6));
     };
     const auto add_fraction = [&](const char* name, auto& value, double largest, const char* description) {
-        app.add_option(name, value, description)->check(number_in(0.0, largest))->capture_default_str()->group(group);
+        app.add_option(name, value, description)->check(number_in(0.0, largest))->capture_default_str();
     };
     add_rate("--lr", o.lr,
              "peak learning rate; default: 6e-4 from scratch, 2e-5 from a checkpoint, 2e-4 for LoRA adapters; with "
@@ -59,11 +55,9 @@ void add_learning_options(CLI::App& app, TrainOptions& o) {
         ->type_name("TEXT")
         ->check(CLI::IsMember(SCHEDULE_NAMES))
         ->default_str("cosine")
-        ->each([&o](const std::string& name) { o.schedule = enum_of<Schedule>(SCHEDULE_NAMES, name); })
-        ->group(group);
+        ->each([&o](const std::string& name) { o.schedule = enum_of<Schedule>(SCHEDULE_NAMES, name); });
     app.add_option("--warmup", o.warmup, "steps of linear warmup; default: 5% of all steps, 3% from a checkpoint")
-        ->check(at_least(0))
-        ->group(group);
+        ->check(at_least(0));
     add_fraction("--final-lr", o.final_lr, 1, "learning rate of the last step, as a fraction of the peak");
     add_fraction("--decay-fraction", o.decay_fraction, 1,
                  "wsd: fraction of the steps after the warmup in which the learning rate decays");
@@ -79,36 +73,28 @@ void add_learning_options(CLI::App& app, TrainOptions& o) {
     app.add_option("--adam-eps", o.elementwise.adamw.eps,
                    "AdamW's epsilon, which is added to the root of the second moment")
         ->check(number_in(1e-30, 1.0))
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
 }
 
 void add_muon_options(CLI::App& app, MuonFlags& o) {
-    const std::string group = help_group::MUON;
-    app.add_option("--momentum", o.momentum, "Muon's momentum; default: 0.95")
-        ->check(number_in(0.0, 0.9999999))
-        ->group(group);
+    const InGroup group(app, help_group::MUON);
+    app.add_option("--momentum", o.momentum, "Muon's momentum; default: 0.95")->check(number_in(0.0, 0.9999999));
     app.add_option("--momentum-warmup", o.momentum_warmup, "steps in which the momentum grows from 0.85; default: 0")
-        ->check(at_least(0))
-        ->group(group);
+        ->check(at_least(0));
     app.add_option("--muon-coefficients", o.coefficients,
                    "coefficients of the Newton-Schulz iteration; default: polar-express")
-        ->check(CLI::IsMember(newton_schulz_names()))
-        ->group(group);
+        ->check(CLI::IsMember(newton_schulz_names()));
     app.add_option("--muon-iterations", o.iterations,
                    "Newton-Schulz iterations; default: 5, with --muon-coefficients simple 12")
         ->check(at_least(1))
-        ->check(number_in(1, 100))
-        ->group(group);
+        ->check(number_in(1, 100));
     app.add_option("--muon-scale", o.scale,
                    "factor of a matrix's update: spectral: √max(1, rows/columns); rms: 0.2·√max(rows, columns), for "
                    "learning rates of AdamW, which are then the defaults; default: spectral")
-        ->check(CLI::IsMember({"spectral", "rms"}))
-        ->group(group);
+        ->check(CLI::IsMember({"spectral", "rms"}));
     app.add_option("--adam-weight-decay", o.adam_weight_decay,
                    "weight decay of the matrices that AdamW updates: embeddings and head; default: --weight-decay")
-        ->check(number_in(0.0, 1e6))
-        ->group(group);
+        ->check(number_in(0.0, 1e6));
 }
 
 // Throws UsageError for options that have no effect.
@@ -139,11 +125,11 @@ void check_optimizer_options(const TrainOptions& o) {
 }
 
 void add_memory_options(CLI::App& app, TrainOptions& o) {
+    const InGroup group(app, help_group::MEMORY);
     add_gpu_memory_option(app, o.gpu_memory,
                           "take at most this much of the GPU's memory, the CUDA context included, as in 24GiB");
     app.add_flag("--fit", o.fit, "take the first options for memory, and a batch size, with which the run fits")
-        ->configurable(false)
-        ->group(help_group::MEMORY);
+        ->configurable(false);
     add_recompute_option(app, o.recompute);
     add_master_weights_option(app, o.master_weights);
     add_optimizer_dtype_option(app, o.optimizer_dtype);
@@ -154,99 +140,81 @@ void add_memory_options(CLI::App& app, TrainOptions& o) {
 
 void add_report_options(CLI::App& app, TrainOptions& o) {
     const CLI::Validator count = at_least(0);
-    const std::string group = help_group::REPORTS;
+    const InGroup group(app, help_group::REPORTS);
     app.add_option("--eval-every", o.eval_every,
                    "steps between evaluations on the validation split; 0: only at the end")
         ->check(count)
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
     app.add_option("--eval-tokens", o.eval_tokens, "validation tokens per evaluation; 0: the whole split")
         ->check(count)
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
     app.add_option("--eval-multiple-choice", o.eval_multiple_choice,
-                   "file of questions, as for eval --multiple-choice, to answer at each evaluation")
-        ->group(group);
+                   "file of questions, as for eval --multiple-choice, to answer at each evaluation");
     app.add_option("--sample-every", o.sample_every, "steps between samples, which are printed and logged; 0: none")
         ->check(count)
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
     app.add_option("--sample-prompts", o.sample_prompts,
                    "file of prompts, separated by lines of ---, that --sample-every completes; with data made by a "
-                   "chat template each is a user turn")
-        ->group(group);
+                   "chat template each is a user turn");
     app.add_flag("--measure-peak", o.measure_peak,
-                 "time a large matmul at the start and also log each step's FLOP/s as a fraction of the matmul's")
-        ->group(group);
+                 "time a large matmul at the start and also log each step's FLOP/s as a fraction of the matmul's");
     app.add_option("--profile", o.profile,
                    "print how long each part of this step takes; nsys (-c cudaProfilerApi) and ncu "
                    "(--profile-from-start off) record only this step")
         ->check(at_least(1))
-        ->configurable(false)
-        ->group(group);
+        ->configurable(false);
 }
 
 void add_saving_options(CLI::App& app, TrainOptions& o) {
     const CLI::Validator positive = at_least(1);
-    const std::string group = help_group::SAVING;
+    const InGroup group(app, help_group::SAVING);
     app.add_option("--save-every", o.save_every, "steps between checkpoints; 0: only at the end")
         ->check(at_least(0))
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
     app.add_option("--keep", o.keep, "number of newest checkpoints to keep; the best one is kept too")
         ->check(positive)
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
     app.add_option("--save-dtype", o.save_dtype,
                    "dtype of the exported model in a checkpoint. With bf16 the fp32 weights are kept beside it")
         ->check(CLI::IsMember({"fp32", "bf16"}))
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
     app.add_option("--on-save-error", o.on_save_error,
                    "continue: if a checkpoint or the log cannot be written, print the error and go on; stop: end the "
                    "run, for the log after a checkpoint. A last checkpoint that cannot be written is always an error")
         ->check(CLI::IsMember({"continue", "stop"}))
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
     app.add_option("--max-skips", o.max_skips,
                    "stop after this many consecutive skipped steps (loss or gradient not finite, or a spike)")
         ->check(positive)
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
     app.add_option("--step-timeout", o.step_timeout,
                    "end the run if a step, a batch of an evaluation or a checkpoint takes more than this many "
                    "seconds; 0: never")
         ->check(number_in(0.0, 1e9))
-        ->capture_default_str()
-        ->group(group);
+        ->capture_default_str();
 }
 
 void add_data_options(CLI::App& app, TrainOptions& o) {
-    const std::string group = help_group::DATA;
+    const InGroup group(app, help_group::DATA);
     app.add_option("--new-data", o.new_data,
                    "with --resume: go on with this data, in the form of --data, instead of the run's")
-        ->configurable(false)
-        ->group(group);
+        ->configurable(false);
     app.add_option("--pack", o.pack,
                    "examples: training sequences hold whole examples, and attention does not cross them; none: "
                    "sequences of fixed length, which cut examples; default: examples, if the data is made from "
                    "conversations")
-        ->check(CLI::IsMember({"examples", "none"}))
-        ->group(group);
-    add_too_long_option(app, o.too_long)->group(group);
-    app.add_flag("--document-mask", o.document_mask, "attention and positions do not cross end-of-text tokens")
-        ->group(group);
+        ->check(CLI::IsMember({"examples", "none"}));
+    add_too_long_option(app, o.too_long);
+    app.add_flag("--document-mask", o.document_mask, "attention and positions do not cross end-of-text tokens");
     app.add_flag("--overfit-one-batch", o.overfit_one_batch,
-                 "train on the first batch in every step: the loss of a correct model goes to 0")
-        ->group(group);
+                 "train on the first batch in every step: the loss of a correct model goes to 0");
 }
 
 void add_speed_options(CLI::App& app, TrainOptions& o) {
-    const std::string group = help_group::SPEED;
+    const InGroup group(app, help_group::SPEED);
     add_switch(app, "--gemm-tune", o.gemm_tune,
                "on: time the GPU library's algorithms and our own GEMMs for each matmul and use the fastest; off: use "
-               "the library's default. No effect on the CPU")
-        ->group(group);
+               "the library's default. No effect on the CPU");
     app.add_option_function<std::string>(
            "--activation-epilogue,--gelu-epilogue",
            [&o](const std::string& name) {
@@ -256,8 +224,7 @@ void add_speed_options(CLI::App& app, TrainOptions& o) {
            "matmul of the backward pass (both), or only the gradient (backward), where that is faster. For GELU, "
            "--recompute activation and norms turn both into backward")
         ->check(CLI::IsMember({"both", "backward", "off"}))
-        ->default_str("both")
-        ->group(group);
+        ->default_str("both");
     add_nondeterministic_option(app, o.nondeterministic);
 }
 
@@ -306,14 +273,11 @@ const std::vector<std::string> SHORT_HELP = {
 
 // --steps and --epochs say the same. What is typed wins over a configuration file, as run.toml of a resumed run.
 void settle_length(TrainOptions& o, const Args& args) {
-    const auto typed = [&](const std::string& name) {
-        return std::any_of(args.begin(), args.end(),
-                           [&](const std::string& arg) { return arg.substr(0, arg.find('=')) == name; });
-    };
     if (!o.steps || o.epochs == 0) return;
-    if (typed("--steps") == typed("--epochs"))
+    const bool steps_typed = is_typed("--steps", args);
+    if (steps_typed == is_typed("--epochs", args))
         throw UsageError("--steps and --epochs both say how long the run is; leave one of them out");
-    if (typed("--steps"))
+    if (steps_typed)
         o.epochs = 0;
     else
         o.steps = 0;
