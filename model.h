@@ -243,8 +243,8 @@ class Activations : public InputActs, public HeadActs {
     // the next micro-step; the angles of each token. The scalars of a step use another buffer.
     int64_t staging_bytes() const;
     // The row of rope_table for each token of a batch. Dynamic NTK scaling beyond the original length has a row for
-    // each token, because its angles depend on the length of its sequence: uploads them, and
-    // returns `rows`.
+    // each token, because its angles depend on the length of its sequence: uploads them and
+    // returns `rows`, which it fills.
     const std::vector<int32_t>& angle_rows(const Batch& batch, Stream stream, std::vector<int32_t>& rows) const;
     static constexpr int STAGING_BUFFERS = 4;
     bool uses_fp8(int64_t l) const { return fp8 && fp8->options.in_layer(l, config.layers); }

@@ -101,6 +101,7 @@ void check_equal_on_ranks(const Context& ctx, const RankFacts& facts) {
 RankFacts facts_of(const TrainOptions& options) {
     RankFacts facts = {{"the program", file_fact("/proc/self/exe", INT64_MAX)},
                        {"--resume", options.resume ? "given" : "none"},
+                       {"--fit", options.fit ? "given" : "none"},
                        {"--new-data", options.new_data.empty() ? "none" : options.new_data}};
     add_options(facts, options.toml);
     return facts;

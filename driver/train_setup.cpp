@@ -21,13 +21,14 @@ using nlohmann::json;
 namespace {
 
 // What a run does that does not say otherwise. Pretrained weights want small steps and few of them: with the rates of a
-// run from scratch they forget more than the new text teaches (docs/use/finetuning.md has the measurements).
+// run from scratch they forget more than the new text teaches.
 struct Defaults {
-    double lr, lora_lr;                   // AdamW's
+    double lr;                            // AdamW's
     int64_t steps;                        // 0: epochs
     double epochs, warmup, weight_decay;  // warmup: a fraction of the steps
 };
-constexpr Defaults FROM_SCRATCH = {6e-4, 6e-4, 1000, 0, 0.05, 0.1}, FROM_CHECKPOINT = {2e-5, 2e-4, 0, 3, 0.03, 0};
+constexpr Defaults FROM_SCRATCH = {6e-4, 1000, 0, 0.05, 0.1}, FROM_CHECKPOINT = {2e-5, 0, 3, 0.03, 0};
+constexpr double ADAPTERS_LR = 2e-4;  // AdamW's
 
 Mixture mixture_of(const std::vector<TrainingData>& data) {
     std::vector<int64_t> weights;
@@ -108,13 +109,6 @@ bool TrainSetup::evaluates() const {
 
 bool TrainSetup::packs() const {
     return std::any_of(data.begin(), data.end(), [](const TrainingData& d) { return d.train_packing != nullptr; });
-}
-
-double TrainSetup::epochs_per_step() const {
-    const Mixture mixture = mixture_of(data);
-    const double sequences = double(num_training_sequences(sources()[0], o.seq_len));
-    const int64_t samples = o.total_batch_tokens / o.seq_len;
-    return double(samples) * double(mixture.share(0)) / double(mixture.period()) / sequences;
 }
 
 std::vector<TrainingSource> TrainSetup::sources() const {
@@ -245,10 +239,10 @@ void check_lora(const LoraOptions& lora, const ModelSource& source) {
 // AdamW moves each weight by about its rate, so embeddings that start with a standard deviation of 1 take a larger one
 // than those that start with 0.02. All four are the best of a sweep (docs/understand/learning.md). Adapters, which all
 // are hidden matrices, learn better with a smaller rate (docs/use/finetuning.md). From a checkpoint all are smaller by
-// the factor of AdamW's.
+// the factor of AdamW's, which is not measured.
 LearningRates default_rates(const TrainSetup& s) {
     const Defaults& d = defaults_of(s);
-    const double adamw = s.o.lora.on() ? d.lora_lr : d.lr, factor = d.lr / FROM_SCRATCH.lr;
+    const double adamw = s.o.lora.on() ? ADAPTERS_LR : d.lr, factor = d.lr / FROM_SCRATCH.lr;
     switch (s.o.optimizer) {
         case OptimizerType::AdamW:
             break;
@@ -277,6 +271,13 @@ void set_default_rates(TrainSetup& s) {
     }
 }
 
+double epochs_per_step(const TrainSetup& s) {
+    const Mixture mixture = mixture_of(s.data);
+    const double sequences = double(num_training_sequences(s.sources()[0], s.o.seq_len));
+    const int64_t samples = s.o.total_batch_tokens / s.o.seq_len;
+    return double(samples) * double(mixture.share(0)) / double(mixture.period()) / sequences;
+}
+
 // The length of the run, the warmup and the weight decay, where they are not given.
 void set_defaults(TrainSetup& s) {
     const Defaults& d = defaults_of(s);
@@ -287,7 +288,7 @@ void set_defaults(TrainSetup& s) {
         s.o.epochs = d.epochs;
     }
     if (!s.o.steps) {
-        const double steps = std::ceil(s.o.epochs / s.epochs_per_step());
+        const double steps = std::ceil(s.o.epochs / s.epochs_per_step);
         require(steps < 0x1p40, "--epochs ", s.o.epochs, ": that is more than 2^40 steps; lower it");
         s.o.steps = s.data_use.first_step + std::max<int64_t>(int64_t(steps), 1);
     }
@@ -436,6 +437,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             " is not a multiple of batch-size x seq-len x ranks = ", micro_tokens,
             "; the nearest multiples: ", nearest_multiples(s.o.total_batch_tokens, micro_tokens));
     s.micro_steps = s.o.total_batch_tokens / micro_tokens;
+    s.epochs_per_step = epochs_per_step(s);
     set_defaults(s);
     check_incomplete_checkpoints(s);
     require(!s.o.profile || (s.o.profile > s.resume.step && s.o.profile <= s.o.steps), "--profile ", s.o.profile,

@@ -34,6 +34,7 @@ struct TrainSetup {
     DataUse data_use;                 // this data, and the step that its first sample is in
     std::vector<Question> questions;  // of --eval-multiple-choice
     int64_t micro_steps = 1;
+    double epochs_per_step = 0;             // of the first data directory, on average
     SamplePrompts sample_prompts = {};      // with --sample-every
     std::string defaults = {};              // a line on the options that were chosen; "" for a run from scratch
     std::vector<int32_t> end_of_turn = {};  // the tokens with which the model learns to end its turn in a conversation
@@ -41,9 +42,8 @@ struct TrainSetup {
     bool evaluates() const;  // whether there is a validation split or a question
     bool packs() const;      // whether a training split is packed
     std::vector<TrainingSource> sources() const;
-    // Epochs of the first data directory in a step, on average, and those of the run after a step.
-    double epochs_per_step() const;
-    double epochs(int64_t step) const { return double(step - data_use.first_step) * epochs_per_step(); }
+    // Epochs of the first data directory, from where the run begins to use it, after a step.
+    double epochs(int64_t step) const { return double(step - data_use.first_step) * epochs_per_step; }
     // Takes options that find_fit() has found, also for run.toml.
     void set_memory_options(const RunOptions& options, int64_t world);
     const DataDirectory& tokenizer_data() const { return data.front().directory; }

@@ -301,7 +301,7 @@ void Trainer::finish_steps(bool all, RunLog& log, Progress& progress) {
 }
 
 void Trainer::write_log(RunLog& log, const ordered_json& line) {
-    watchdog.state("writing log.jsonl", step);
+    watchdog.state("writing log.jsonl", line.at("step"));
     log.write(line);
     if (options.on_save_error == "stop" && log_error.empty()) log_error = log.error();
 }
@@ -325,6 +325,7 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     const StepScalars& r = *q.scalars();
     const double ms = elapsed_ms(q.begin, q.end), tokens_per_s = double(options.total_batch_tokens) / ms * 1e3;
     const double flops = tokens_per_s / double(ctx.world) * flop_per_token(model, options.seq_len);
+    const double epoch = setup.epochs(q.step);
     ordered_json line = {{"step", q.step},
                          {"loss", r.loss},
                          {"lr", r.lr},
@@ -333,7 +334,7 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
                          {"tokens_per_s", tokens_per_s},
                          {"mfu", flops / peak_flops},
                          {"memory", planned_bytes},
-                         {"epoch", setup.epochs(q.step)}};
+                         {"epoch", epoch}};
     if (options.measure_peak) line["of_measured"] = flops / measured_flops;
     if (r.skip) {
         line["skipped"] = true;
@@ -351,7 +352,7 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     write_log(log, line);
     char text[160];
     std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s  epoch %.2f", r.loss, r.lr,
-                  r.grad_norm, tokens_per_s, setup.epochs(q.step));
+                  r.grad_norm, tokens_per_s, epoch);
     progress.step(q.step, q.loss_tokens ? text : "no loss tokens");
 
     const bool spike = r.skip == SKIP_SPIKE;

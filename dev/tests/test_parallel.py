@@ -169,6 +169,7 @@ class ParallelTest(unittest.TestCase):
         for name, value, ours in (("--lr", "0.1", "3e-3|0.003"), ("--seed", "7", "42"), ("--steps", "11", "10"),
                                   ("--head-bias", "yes", "none"), ("--zero-stage", "2", "0"), ("--spike-factor", "9", "0")):
             differing(f"{name} {value}, rank 0 has ({ours})", [name, value], others="")
+        differing("--fit given, rank 0 has none", ["--fit"])
         differing(f"--out {self.top}/elsewhere, rank 0 has {self.top}/unused", ["--out", os.path.join(self.top, "elsewhere")])
         differing("--resume given, rank 0 has none", ["--dtype", "fp32", "--out", out, "--resume"],
                   ["--dtype", "fp32", "--out", out])
