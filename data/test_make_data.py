@@ -899,13 +899,13 @@ class Templates(DataTest):
         self.write("tok/tokenizer_config.json", json.dumps(config).encode())
         return os.path.dirname(self.write("tok/tokenizer.json", json.dumps(root).encode()))
 
-    def text(self, learnt=False):
+    def text(self, loss_only=False):
         tokens, mask = self.tokens("train"), self.mask("train")
         return b"".join(self.special.get(t) or bytes([t])
-                        for t, is_loss in zip(tokens, mask) if is_loss or not learnt).decode()
+                        for t, is_loss in zip(tokens, mask) if is_loss or not loss_only).decode()
 
     def both(self, row, template, *special, kind="jsonl", **config):
-        """All the text that a template made of a row, and the part of it that is learnt."""
+        """All the text that a template made of a row, and that of its loss tokens."""
         folder = self.tokenizer(template, *special, **config)
         if kind == "parquet":
             import pyarrow
@@ -915,7 +915,7 @@ class Templates(DataTest):
         else:
             path = self.write("a.jsonl", json.dumps(row).encode())
         self.make("--text", path, "--tokenizer", folder, "--val", "0")
-        return self.text(), self.text(learnt=True)
+        return self.text(), self.text(loss_only=True)
 
     def test_all_keys_reach_the_template(self):
         messages = [
