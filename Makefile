@@ -66,6 +66,15 @@ $(error stopped: see above)
 endif
 endif
 
+# What `make deps` unpacked where nobody may install.
+UNPACKED := $(wildcard $(CURDIR)/.deps/usr)
+ifneq ($(UNPACKED),)
+  export PATH := $(PATH):$(UNPACKED)/bin
+  CXX := $(or $(if $(shell command -v $(firstword $(CXX))),$(CXX)),$(wildcard $(UNPACKED)/bin/$(CXX)),$(CXX))
+  UNPACKED_INCLUDE := $(addprefix -idirafter ,$(UNPACKED)/include $(wildcard $(UNPACKED)/include/*-linux-gnu))
+  UNPACKED_LIBS := $(foreach dir,$(wildcard $(UNPACKED)/lib/*-linux-gnu),-L$(dir) -Wl,--disable-new-dtags,-rpath,$(dir))
+endif
+
 # nvidia-smi takes most of a second on some machines, so it is asked only where no device file answers (as under WSL).
 GPU := $(or $(firstword $(wildcard /dev/nvidia[0-9]*)),$(shell command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null))
 FIND_CUDA := NVCC="$(NVCC)" CUDA_HOME="$(CUDA_HOME)" CUBLAS_HOME="$(CUBLAS_HOME)" NCCL_HOME="$(NCCL_HOME)" ARCH="$(ARCH)" scripts/find_cuda.sh
@@ -99,14 +108,14 @@ OPTIMISE := $(if $(DEBUG),-O0 -g,$(if $(SANITIZE),-O0 -g1,-O3))
 WARNINGS := -Wall -Wextra -Wshadow -Wno-psabi -Wno-restrict $(if $(WERROR),-Werror)
 # The undefined-behaviour build takes the AVX2 code paths, so that CI tests them on machines with AVX-512 too.
 SANITIZER := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all $(if $(findstring undefined,$(SANITIZE)),-DNO_AVX512))
-PREPROCESS := -I. -MMD -MP
+PREPROCESS := -I. -MMD -MP $(UNPACKED_INCLUDE)
 # Position-independent and hidden, so that the same objects make the shared library, which shows its C interface only.
 HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden
 # From version 13 on GCC splits a sum of products in one register into products and sums for AVX-512, and not one in
 # several: the bits would depend on how rows are blocked, and so on the number of threads.
 HOST_FLAGS += $(if $(shell $(CXX) --version 2>/dev/null | grep -i clang),,--param=avoid-fma-max-bits=0)
 COMPILE = $(CXX) -std=c++20 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
-PCRE2_LIBS := -lpcre2-8
+PCRE2_LIBS := $(UNPACKED_LIBS) -lpcre2-8
 ifneq ($(PCRE2),)
   PREPROCESS += -isystem $(PCRE2)/include
   PCRE2_LIBS := -L$(PCRE2)/lib -Wl,-rpath,$(PCRE2)/lib -lpcre2-8
@@ -154,7 +163,7 @@ ifeq ($(BACKEND),cuda)
                 $(NVCCFLAGS)
 else ifeq ($(BACKEND),cpu)
   COMPILE_CU := $(COMPILE) -x c++
-  ONEDNN ?= $(shell echo '__has_include(<oneapi/dnnl/dnnl.h>)' | $(CXX) -std=c++20 -E -P -x c++ - 2>/dev/null)
+  ONEDNN ?= $(shell echo '__has_include(<oneapi/dnnl/dnnl.h>)' | $(CXX) $(UNPACKED_INCLUDE) -std=c++20 -E -P -x c++ - 2>/dev/null)
   ifneq ($(filter 1 yes,$(ONEDNN)),)
     ONEDNN_FLAGS := -DUSE_ONEDNN
     ONEDNN_LIBS := -ldnnl

@@ -6,15 +6,16 @@
 #   scripts/deps.sh need JOB...     the same, but installs all packages if one of them is missing
 #   scripts/deps.sh install         installs every package that is not installed yet (make deps)
 #
-# The jobs are build, test, bench, data, train, chat and mutants. Each command is printed before it runs. A user who is
-# neither root nor allowed to use sudo gets the apt-get command to pass on, and exit status 1. DEPS=no installs nothing.
-# Debian 12 and 13 and Ubuntu 24.04 use the same package names.
+# The jobs are build, test, bench, data, train, chat and mutants. Each command is printed before it runs, and nothing asks
+# for a password: for a user who is neither root nor may use sudo without one, the packages are unpacked into .deps, where
+# the Makefile looks too. DEPS=no installs nothing. Debian 12 and 13 and Ubuntu 24.04 use the same package names.
 set -euo pipefail
 
 CXX=${CXX:-g++}
 REQUIRED=(g++ libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libgtest-dev libbenchmark-dev python3 python3-venv)
 # Without oneDNN the built-in GEMM serves, without MPI there is one process; `train_gpt info` tells.
 OPTIONAL=(libdnnl-dev libopenmpi-dev openmpi-bin)
+PATH=$PATH:$PWD/.deps/usr/bin
 
 fail() {
     echo "$1" >&2
@@ -34,7 +35,7 @@ missing() {
             if [[ $jobs =~ \ (test|mutants)\  ]]; then header libgtest-dev gtest/gtest.h; fi
             if [[ $jobs == *" bench "* ]]; then header libbenchmark-dev benchmark/benchmark.h; fi
             printf '#if __GNUC__ < 12 && !defined(__clang__)\nversion __GNUC__\n#endif\n'
-        } | "$CXX" -std=c++20 -E -P -x c++ - | while read -r package version; do
+        } | "$CXX" -std=c++20 -idirafter .deps/usr/include -E -P -x c++ - | while read -r package version; do
             [[ $package != version ]] || fail "$CXX is version $version, but 12 or newer is needed (as g++-12, say: make CXX=g++-12)."
             echo "$package"
         done
@@ -49,7 +50,8 @@ missing() {
         elif [[ ! -x .venv/bin/python ]]; then
             python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' ||
                 fail "$(python3 --version) is too old: 3.9 or newer is needed."
-            python3 -c 'import ensurepip' 2>/dev/null || echo python3-venv
+            python3 -c 'import ensurepip' 2>/dev/null || compgen -G '.deps/usr/share/python-wheels/pip-*.whl' >/dev/null ||
+                echo python3-venv
         fi
     fi
 }
@@ -75,24 +77,69 @@ install() {
     if [[ ${DEPS:-} == no ]]; then
         fail "DEPS=no, so nothing is installed. This would: ${install[*]} ${packages[*]}"
     elif [[ $(id -u) != 0 ]]; then
-        # sudo asks for a password on the terminal: without one it may only be used if it needs none.
-        if command -v sudo >/dev/null && { [[ -t 0 ]] || sudo -n true 2>/dev/null; }; then
-            as_root=(sudo)
-        else
-            fail "Not root and no sudo. Have an administrator run: ${install[*]} ${packages[*]}"
+        if ! command -v sudo >/dev/null || ! sudo -n true 2>/dev/null; then
+            unpack "${packages[@]}"
+            return
         fi
+        as_root=(sudo)
     fi
     run "${as_root[@]}" apt-get update || echo "apt-get update failed: going on with the package lists that are here." >&2
-    local wanted=()
-    for package in "${packages[@]}"; do
-        if [[ " ${REQUIRED[*]} " == *" $package "* ]] || [[ $(apt-cache policy "$package") == *"Candidate: "[^\(]* ]]; then
+    available "${packages[@]}"
+    [[ ${#wanted[@]} -eq 0 ]] || run "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive "${install[@]}" "${wanted[@]}" ||
+        fail "The installation failed: see the lines above."
+}
+
+# Sets wanted to those of the packages that the distribution has. apt: options of apt.
+apt=()
+available() {
+    local package
+    wanted=()
+    for package; do
+        if [[ " ${REQUIRED[*]} " == *" $package "* ]] || [[ $(apt-cache "${apt[@]}" policy "$package") == *"Candidate: "[^\(]* ]]; then
             wanted+=("$package")
         else
             echo "This distribution has no $package: going on without it."
         fi
     done
-    [[ ${#wanted[@]} -eq 0 ]] || run "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive "${install[@]}" "${wanted[@]}" ||
-        fail "The installation failed: see the lines above."
+}
+
+# Without root: fetches the packages with all that they need and is not installed, with package lists of its own, and
+# unpacks them into .deps. Without MPI, which looks for its parts where it was installed.
+unpack() {
+    local top=$PWD/.deps.new libraries package link target file
+    [[ " $* " != *" libopenmpi-dev "* ]] || echo "Without root there is no MPI: the CPU build trains in one process."
+    set -- $(printf '%s\n' "$@" | grep -v openmpi)
+    [[ $# -gt 0 && "$(cat .deps/packages 2>/dev/null)" != "$*" ]] || return 0
+    echo "Not root, and sudo would ask: unpacking into .deps what this system lacks (root installs it for everybody: make deps)."
+    rm -rf "$top"
+    mkdir -p "$top"/apt/{lists,archives}/partial "$top"/usr/{bin,sbin,lib,lib64}
+    for link in bin sbin lib lib64; do ln -s "usr/$link" "$top/$link"; done
+    apt=(-o Debug::NoLocking=1 -o Dir::State::lists="$top/apt/lists" -o Dir::Cache="$top/apt" -o Dir::Cache::archives="$top/apt/archives")
+    run apt-get "${apt[@]}" -qq update || fail "The package lists could not be fetched: see the lines above."
+    available "$@"
+    # patchelf tells programs where their libraries lie.
+    run apt-get "${apt[@]}" -qq -y --no-install-recommends --download-only install "${wanted[@]}" patchelf ||
+        fail "The packages could not be fetched: see the lines above."
+    for package in "$top"/apt/archives/*.deb; do
+        dpkg-deb --fsys-tarfile "$package" | tar x -C "$top" --keep-directory-symlink --no-same-owner
+    done
+    rm -rf "$top/apt"
+    # A library whose run-time package is installed: its link leads there.
+    find "$top" -xtype l | while read -r link; do
+        target=$(realpath -ms "$(dirname "$link")/$(readlink "$link")")
+        [[ ! -e /${target#"$top/"} ]] || ln -sfn "/${target#"$top/"}" "$link"
+    done
+    libraries=$(echo "$top"/usr/lib/*-linux-gnu)
+    [[ ! -e $libraries/libc.so ]] || sed -i 's|/[^ ]*/\(libc_nonshared\.a\)|\1|' "$libraries/libc.so"
+    # What alternatives would name.
+    [[ ! -e $top/usr/bin/gcc ]] || ln -sfn gcc "$top/usr/bin/cc"
+    find "$top"/usr/bin "$top"/usr/lib/gcc "$top"/usr/libexec/gcc -type f -perm -u+x 2>/dev/null | while read -r file; do
+        [[ $(LC_ALL=C ldd "$file" 2>/dev/null) != *"not found"* ]] ||
+            "$top/usr/bin/patchelf" --force-rpath --set-rpath "\$ORIGIN/$(realpath --relative-to="${file%/*}" "$libraries")" "$file"
+    done
+    echo "$*" >"$top/packages"
+    rm -rf .deps
+    mv "$top" .deps
 }
 
 case ${1:-} in

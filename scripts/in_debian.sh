@@ -4,6 +4,7 @@
 #
 #   scripts/in_debian.sh SUITE COMMAND             as root:  scripts/in_debian.sh trixie 'make train'
 #   scripts/in_debian.sh --user SUITE COMMAND      as an ordinary user who may use sudo
+#   scripts/in_debian.sh --no-sudo SUITE COMMAND   as an ordinary user who may not; root has run the install line
 #   scripts/in_debian.sh --tree DIR SUITE COMMAND  keeps the tree in DIR; where there is one, only the clone is fresh
 #
 # SUITE is bookworm (Debian 12), trixie (Debian 13) or another that debootstrap knows. Needed are root, debootstrap, 4 GB in
@@ -19,16 +20,17 @@ fail() {
     exit 2
 }
 
-tree='' user=root
+tree='' user=root sudo=''
 while [[ ${1:-} == -* ]]; do
     case $1 in
-        --user) user=newcomer ;;
+        --user) user=newcomer sudo=yes ;;
+        --no-sudo) user=newcomer sudo=no ;;
         --tree) tree=${2:-} && shift ;;
         *) fail "unknown option $1; there are --user and --tree DIR" ;;
     esac
     shift
 done
-[[ $# == 2 && -n $1 && -n $2 ]] || fail "usage: scripts/in_debian.sh [--user] [--tree DIR] SUITE COMMAND"
+[[ $# == 2 && -n $1 && -n $2 ]] || fail "usage: scripts/in_debian.sh [--user|--no-sudo] [--tree DIR] SUITE COMMAND"
 suite=$1 command=$2
 [[ $(id -u) == 0 ]] || fail "a chroot needs root: run it with sudo."
 command -v debootstrap >/dev/null || fail "there is no debootstrap: apt-get install -y debootstrap"
@@ -68,27 +70,32 @@ fi
 # The commands inside: as root those that set up the machine, then as the user those of README.md.
 cat >"$tree/prepare.sh" <<'PREPARE'
 set -euo pipefail
-user=$1
+user=$1 sudo=$2 install_line=$3
 export DEBIAN_FRONTEND=noninteractive
 apt-get -qq update
 if [[ $user != root ]]; then
-    apt-get -qq install -y sudo >/dev/null
     id "$user" >/dev/null 2>&1 || useradd --shell /bin/bash "$user"
-    echo "$user ALL=(ALL) NOPASSWD: ALL" >/etc/sudoers.d/newcomer
     chown -R "$user:" "/home/$user"
+fi
+if [[ $sudo == yes ]]; then
+    apt-get -qq install -y sudo >/dev/null
+    echo "$user ALL=(ALL) NOPASSWD: ALL" >/etc/sudoers.d/newcomer
+else
+    $install_line >/dev/null
 fi
 PREPARE
 install_line=$(sed -n 's/^sudo \(apt-get install .*\)/\1/p' README.md | head -n 1)
-[[ $user == root ]] || install_line="sudo $install_line"
-[[ $install_line == *apt-get\ install* ]] || fail "README.md has no line 'sudo apt-get install ...'"
+[[ $install_line == apt-get\ install* ]] || fail "README.md has no line 'sudo apt-get install ...'"
 
 # Mounts and processes end with the name spaces, however the command ends.
-echo "+ in a tree of $suite, as $user: $install_line && cd train_gpt && $command"
-export tree user install_line command
+as_user=true
+[[ $sudo != yes ]] || as_user="sudo $install_line >/dev/null"
+echo "+ in a tree of $suite, as $user${sudo:+, sudo: $sudo}: $install_line && cd train_gpt && $command"
+export tree user sudo install_line as_user command
 unshare --mount --pid --fork --kill-child bash -euc '
     mount -t proc proc "$tree/proc"
     mount --rbind /sys "$tree/sys"
     mount --rbind /dev "$tree/dev"
-    chroot "$tree" env -i "$@" bash /prepare.sh "$user"
-    chroot --userspec="$user:" "$tree" env -i "$@" bash -ec "cd; $install_line >/dev/null; cd train_gpt; $command"
+    chroot "$tree" env -i "$@" bash /prepare.sh "$user" "$sudo" "$install_line"
+    chroot --userspec="$user:" "$tree" env -i "$@" bash -ec "cd; $as_user; cd train_gpt; $command"
 ' in_debian.sh "${variables[@]}"

@@ -5,6 +5,7 @@
 set -euo pipefail
 
 python=.venv/bin/python
+PATH=$PATH:$PWD/.deps/usr/bin  # make deps without root
 stamp=.venv/installed-requirements.txt
 cmp -s scripts/requirements.txt $stamp && [[ -x $python ]] && exit 0
 
@@ -16,8 +17,10 @@ if [[ ${DEPS:-} == no ]]; then
     echo "DEPS=no, so .venv gets no packages: BPE tokenizers and plots may be missing." >&2
     exit 0
 fi
-echo "+ $python -m pip install -r scripts/requirements.txt"
-if $python -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 15 -r scripts/requirements.txt >.venv/pip.log 2>&1; then
+pip=("$python" -m pip)
+wheel=$(compgen -G '.deps/usr/share/python-wheels/pip-*.whl') && [[ ! -e .venv/bin/pip ]] && pip=("$python" "$wheel/pip")
+echo "+ ${pip[*]} install -r scripts/requirements.txt"
+if "${pip[@]}" install --quiet --disable-pip-version-check --retries 1 --timeout 15 -r scripts/requirements.txt >.venv/pip.log 2>&1; then
     cp scripts/requirements.txt $stamp
 else
     echo "The Python packages could not be installed (.venv/pip.log says why): byte tokens are used, and plots need the distribution's matplotlib." >&2
