@@ -133,7 +133,7 @@ unpack() {
     [[ ! -e $libraries/libc.so ]] || sed -i 's|/[^ ]*/\(libc_nonshared\.a\)|\1|' "$libraries/libc.so"
     # What alternatives would name.
     [[ ! -e $top/usr/bin/gcc ]] || ln -sfn gcc "$top/usr/bin/cc"
-    find "$top"/usr/bin "$top"/usr/lib/gcc "$top"/usr/libexec/gcc -type f -perm -u+x 2>/dev/null | while read -r file; do
+    find "$top/usr" \( -path '*/bin/*' -o -path '*/gcc/*' \) -type f -perm -u+x | while read -r file; do
         [[ $(LC_ALL=C ldd "$file" 2>/dev/null) != *"not found"* ]] ||
             "$top/usr/bin/patchelf" --force-rpath --set-rpath "\$ORIGIN/$(realpath --relative-to="${file%/*}" "$libraries")" "$file"
     done
