@@ -37,7 +37,7 @@ $(foreach v,$(DATA_VARIABLES),$(if $(value $(v)),$(eval override $(v) := $$(valu
 ## MPI=no                       one process only, even where MPI is installed
 ## GPUS=4                       with train: one process on each of so many GPUs, or of all
 ## PCRE2=DIR                    a PCRE2 newer than the system's, in DIR/include and DIR/lib (newer Unicode)
-## JUMBO=1                      compile many sources at once: a whole build takes less time, a repeated one more
+## JUMBO=no                     compile every source by itself: a change in one takes less time, a whole build more
 ## PART=1/3                     with test: every third file only, from the first on; 2/3 and 3/3 are the rest
 ## PREFIX=/usr/local DESTDIR=     where `make install` puts the driver
 ## DEPS=no                      never install anything
@@ -192,15 +192,16 @@ DATA_LIB := $(BUILD)/libtrain_gpt_data.so
 DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuffix .cpp,added_tokens bpe chat_template conversation_json data_library \
     declared_tokens example splitter token_text tokenizer tokenizer_settings unicode utf8)) runtime/files/files.cpp runtime/files/json_keys.cpp
 
-# JUMBO=1: the sources of each of these directories make one object, and so do those of the data library. The templates of
-# CLI11 and nlohmann/json then compile once for a directory and not in every file: under sanitizers the files of commands
-# take 27 s instead of 178 s of CPU time. Others stay as they are: families of models, and kernels, define the same names in
-# several files.
-JUMBO_DIRS := $(if $(JUMBO),commands data/library data runtime/files driver infer parallel)
-jumbo_sources = $(if $(filter data/library,$(1)),$(DATA_LIB_SOURCES),$(filter-out $(DATA_LIB_SOURCES),$(filter $(wildcard $(1)/*.cpp),$(SOURCES))))
+# The sources of each of these directories make one object, and so do those of the data library that are not of
+# data/jinja, unless JUMBO=no: headers and the templates of CLI11 and nlohmann/json then compile once for a directory and
+# not in every file, which halves the time of a whole build. Others stay as they are: families of models, and kernels,
+# define the same names in several files, and a sanitized build optimises files of runtime/ differently.
+LIBRARY_GROUP := $(filter-out data/jinja/%,$(DATA_LIB_SOURCES))
+JUMBO_DIRS := $(if $(filter no,$(JUMBO)),,commands data data/jinja data/library driver infer parallel runtime/device runtime/files runtime/model)
+jumbo_sources = $(if $(filter data/library,$(1)),$(LIBRARY_GROUP),$(filter-out $(LIBRARY_GROUP),$(filter $(wildcard $(1)/*.cpp),$(SOURCES))))
 OBJECTS := $(JUMBO_DIRS:%=$(BUILD)/%/jumbo.cpp.o) \
            $(patsubst %,$(BUILD)/%.o,$(filter-out $(foreach dir,$(JUMBO_DIRS),$(call jumbo_sources,$(dir))),$(SOURCES)))
-DATA_LIB_OBJECTS := $(if $(JUMBO),$(BUILD)/data/library/jumbo.cpp.o,$(DATA_LIB_SOURCES:%=$(BUILD)/%.o))
+DATA_LIB_OBJECTS := $(if $(JUMBO_DIRS),$(BUILD)/data/jinja/jumbo.cpp.o $(BUILD)/data/library/jumbo.cpp.o,$(DATA_LIB_SOURCES:%=$(BUILD)/%.o))
 
 # ---- rules ------------------------------------------------------------------------------------------------------------
 # The stamps change only when their text does: another flag, compiler or library recompiles, a removed source re-archives.
@@ -217,7 +218,7 @@ $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	$(if $(V),,@echo "  compile $<")
 	$(Q)$(COMPILE) $(PREPROCESS) $(CPPFLAGS) -c $< -o $@
 
-# These two warnings would see one file's names in another. Builds without JUMBO have them.
+# These two warnings would see one file's names in another. Builds with JUMBO=no have them.
 $(BUILD)/%/jumbo.cpp.o: $(BUILD)/%/jumbo.cpp $(BUILD)/flags
 	$(if $(V),,@echo "  compile $*/*.cpp")
 	$(Q)$(COMPILE) -Wno-shadow -Wno-subobject-linkage $(PREPROCESS) $(CPPFLAGS) -c $< -o $@
@@ -391,7 +392,7 @@ TEST_DATA_LIB := $(if $(SANITIZE),build/cpu/$(notdir $(DATA_LIB)),$(DATA_LIB))
 test-binaries: $(TEST_BINARIES) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(TEST_DATA_LIB) $(BUILD)/dev/crash_shim.so
 ifneq ($(SANITIZE),)
 $(TEST_DATA_LIB): FORCE
-	@$(MAKE) --no-print-directory BACKEND=cpu SANITIZE= JUMBO= $@
+	@$(MAKE) --no-print-directory BACKEND=cpu SANITIZE= $@
 endif
 
 TESTS := TRAIN_GPT=$(DRIVER) TRAIN_GPT_KERNELS_LIB=$(KERNEL_LIB) TRAIN_GPT_DATA_LIB=$(abspath $(TEST_DATA_LIB)) $(TEST_BINARIES) $(TEST_SCRIPTS)

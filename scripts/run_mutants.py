@@ -90,9 +90,9 @@ def list_of_mutants(backend, op=None):
 
 def environment():
     """Without the variables of an outer make, which the inner one would obey. Without WERROR, because a mutated line
-    may leave a variable unused."""
-    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "OP", "WERROR", "JUMBO", "SANITIZE", "DEBUG", "V")
-    return {**{key: value for key, value in os.environ.items() if key not in outer}, "DEPS": "no"}
+    may leave a variable unused. Every file is compiled by itself, because one changes at a time."""
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "OP", "WERROR", "SANITIZE", "DEBUG", "V")
+    return {**{key: value for key, value in os.environ.items() if key not in outer}, "DEPS": "no", "JUMBO": "no"}
 
 
 def run_step(command, tree, limit):
