@@ -1,4 +1,4 @@
-"""What scripts that measure training share: random tokens, commands with a time limit, and runs that end after some steps."""
+"""For scripts that measure training: random tokens, commands with a time limit, runs that end after some steps."""
 import array
 import contextlib
 import itertools
@@ -15,8 +15,8 @@ WARMUP = 3  # steps that do not count
 
 
 def write_tokens(folder, vocabulary):
-    """A data directory of random tokens in the project's token format (docs/use/data.md), as frequent as words are: token k in
-    proportion to 1/(k + 1) (Zipf's law). The gradient of the embedding depends on how often tokens repeat."""
+    """A data directory of random tokens in the project's token format (docs/use/data.md), as frequent as words are:
+    token k in proportion to 1/(k + 1) (Zipf's law). An embedding's gradient depends on how often tokens repeat."""
     os.makedirs(folder, exist_ok=True)
     count = 1_000_000
     weights = list(itertools.accumulate(1 / (k + 1) for k in range(vocabulary)))
@@ -29,12 +29,13 @@ def write_tokens(folder, vocabulary):
 
 
 def run_command(command, limit=float("inf"), finished=lambda: False):
-    """(output, ending): what it printed, and how it ended if not well. After `limit` seconds, when finished() is true, and when
-    this program is interrupted, the command and what it started are killed. The ending is "" after finished()."""
+    """(output, ending): what it printed, and how it ended if not well. After `limit` seconds, when finished() is true,
+    and when this program is interrupted, it and what it started are killed. After finished() the ending is ""."""
     end, ending = time.monotonic() + limit, ""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                                       start_new_session=True)
         except OSError as error:
             return "", f"{error.strerror}: {os.path.basename(command[0])}"
         try:
@@ -43,8 +44,9 @@ def run_command(command, limit=float("inf"), finished=lambda: False):
                     ending = f"no end after {round(limit, 1):g} s"
                     break
                 time.sleep(0.02)
-            if process.returncode:
-                ending = f"signal {-process.returncode}" if process.returncode < 0 else f"exit status {process.returncode}"
+            code = process.returncode
+            if code:
+                ending = f"signal {-code}" if code < 0 else f"exit status {code}"
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -63,8 +65,8 @@ def read_steps(run):
 
 
 def train_steps(command, steps, limit=float("inf")):
-    """(entries of log.jsonl, output, ending) of a `train` command, which is ended once it has logged WARMUP + steps, so that it
-    writes no checkpoint of many gigabytes."""
+    """(entries of log.jsonl, output, ending) of a `train` command, which is ended once it has logged WARMUP + steps, so
+    that it writes no checkpoint of many gigabytes."""
     out = command[command.index("--out") + 1]
     shutil.rmtree(out, ignore_errors=True)
     output, ending = run_command(command, limit, lambda: len(read_steps(out)) >= WARMUP + steps)

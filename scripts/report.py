@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """The measuring part of scripts/report.sh, which builds and documents the usage.
 
-The report has the sections of the issue template. It is written anew, whole, after each part, so that it survives whatever ends
-this program. It holds no host or user name, no path outside the tree and no serial number.
+The report has the sections of the issue template. It is written anew, whole, after each part, so that it survives
+whatever ends this program. It holds no host or user name, no path outside the tree and no serial number.
 """
 import argparse
 import contextlib
 import functools
-import getpass
 import json
 import math
 import os
@@ -16,7 +15,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,13 +23,12 @@ import time
 from dataclasses import dataclass
 
 from measured_runs import WARMUP, run_command, train_steps, write_tokens
+from scrub import ROOT, scrub
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TEMPLATE = os.path.join(ROOT, ".github", "ISSUE_TEMPLATE", "machine_report.md")
 WORK = os.path.join("build", "report")  # random tokens and runs, removed at the end
 STEPS = 20  # that a training run is timed over, if there is time for so many
 STEP_SECONDS = 3  # that a training step may take, by the machine's limits
-DECODE_SECONDS = 8
 MODELS = {"gpt2-124M": 50257, "qwen2.5-0.5B": 151936}  # name → vocabulary
 SPEED_HEAD = "| model | what | how | tokens/s | details |\n|---|---|---|---|---|"
 
@@ -48,38 +45,6 @@ class Part:
     measure: object  # () → Markdown
     line: str = "{}"  # where it has no result: the place of the reason
     text: str = ""
-
-
-@functools.lru_cache(maxsize=None)
-def private_words():
-    """[(pattern, replacement)] for what programs print: paths outside the tree, names."""
-    words = [(re.escape(root) + r"(?=/|\b)", ".") for root in {ROOT, os.path.realpath(ROOT)}]
-    # An absolute path, but neither the end of a relative one, a rate such as GB/s, nor an address of the web.
-    words += [(r"(?<![\w.~/:*+>-])/[^\s'\"`,;:()|]+", lambda path: hidden_path(path[0])),
-              (r"\b(?:GPU|MIG)-[0-9a-f]{8}-[0-9a-f-]{20,}", "<uuid>")]
-    for name, instead in (socket.gethostname(), "<host>"), (user_name(), "<user>"):
-        if len(name) > 1 and name not in ("root", "localhost"):
-            words.append((r"(?<![\w-])" + re.escape(name) + r"(?![\w-])", instead))
-    return [(re.compile(pattern), instead) for pattern, instead in words]
-
-
-def hidden_path(path):
-    """Of a path outside the tree a file's name is enough; what has no suffix may be a directory of the user's name."""
-    name = os.path.basename(path)
-    return f"<path>/{name}" if "." in name.strip(".") else "<path>"
-
-
-def user_name():
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return ""
-
-
-def scrub(text):
-    for pattern, instead in private_words():
-        text = pattern.sub(instead, text)
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def last_line(output, ending):
@@ -136,15 +101,14 @@ class Machine:
         errors = [line for line in lines if re.search(r"\berror\b|cannot find|missing", line, re.I)] or lines[-1:]
         return scrub(errors[0])[:400] if errors else "the log of the build is empty"
 
-    def repeat(self, command):
-        """Notes a command for the report's list."""
-        self.commands.append(shlex.join(command).replace(self.build + "/train_gpt", "./train_gpt"))
-        return command
+    def note(self, command):
+        self.commands.append(shlex.join(["./train_gpt", *command[1:]]))
 
-    # ---- what it is ---------------------------------------------------------------------------------------------------
+    # ---- what it is
 
     def describe(self):
-        rows = [("system", scrub(self.system())), ("CPU", self.cpu()), *self.gpus(), ("CUDA", self.toolkit()), ("busy before", self.load())]
+        rows = [("system", scrub(self.system())), ("CPU", self.cpu()), *self.gpus(), ("CUDA", self.toolkit()),
+                ("busy before", self.load())]
         table = "".join(f"| {name} | {cell(text)} |\n" for name, text in rows if text)
         try:
             version, ending = self.run([self.program("train_gpt"), "--version"], 20)
@@ -153,24 +117,26 @@ class Machine:
             version = str(failed)
         missing = [] if version.startswith("train_gpt is not built") else self.not_built()
         note = f"\n\nNot built: {', '.join(missing)}: {self.build_error()}" if missing else ""
-        return f"| | |\n|---|---|\n{table}\n`train_gpt --version`, built in {self.build_seconds:.0f} s:\n\n```\n{version}\n```{note}"
+        return (f"| | |\n|---|---|\n{table}\n`train_gpt --version`, built in {self.build_seconds:.0f} s:\n\n"
+                f"```\n{version}\n```{note}")
 
     def not_built(self):
         programs = ["dev/bench_matmul", *self.test_programs()]
         return [os.path.basename(name) for name in programs if not os.access(os.path.join(self.build, name), os.X_OK)]
 
     def system(self):
-        name = ""
+        name = None
         with contextlib.suppress(OSError):
             with open("/etc/os-release", encoding="utf-8") as file:
-                name = dict(line.strip().split("=", 1) for line in file if "=" in line).get("PRETTY_NAME", "").strip('"')
-        return f"{name or 'unknown'}, {platform.system()} {platform.release()}, {platform.machine()}"
+                name = re.search(r'^PRETTY_NAME="?([^"\n]*)', file.read(), re.M)
+        return f"{name[1] if name else 'unknown'}, {platform.system()} {platform.release()}, {platform.machine()}"
 
     def cpu(self):
         model = re.search(r"^Model name:\s*(.*)", self.query(["lscpu"]) or "", re.M)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         cores = len(os.sched_getaffinity(0))
-        return f"{model[1] if model else 'unknown'}, {cores} of {os.cpu_count()} threads usable, {memory / 2**30:.1f} GiB of memory"
+        return (f"{model[1] if model else 'unknown'}, {cores} of {os.cpu_count()} threads usable, "
+                f"{memory / 2**30:.1f} GiB of memory")
 
     def gpus(self):
         fields = "name,memory.total,driver_version,compute_cap,power.limit,clocks.max.sm"
@@ -178,7 +144,7 @@ class Machine:
         if not listed:
             return [("GPU", "none that nvidia-smi lists")]
         lines = listed.splitlines()
-        rows = [("GPU", (f"{lines.count(line)} × " if lines.count(line) > 1 else "") + line) for line in dict.fromkeys(lines)]
+        rows = [("GPU", f"{lines.count(line)} × {line}") for line in dict.fromkeys(lines)]
         rows[0] = (f"GPU ({fields.replace(',', ', ')})", rows[0][1])
         if not self.on_gpu:
             rows.append(("build", "for the CPU although there is a GPU: no nvcc was found, or BACKEND=cpu was given"))
@@ -188,14 +154,16 @@ class Machine:
         nvcc = self.query(["scripts/find_cuda.sh", "nvcc"]) if self.on_gpu else None
         found = re.search(r"release [\d.]+, V([\d.]+)", self.query([nvcc, "--version"]) or "") if nvcc else None
         supported = re.search(r"CUDA Version: ([\d.]+)", self.query(["nvidia-smi"]) or "")
-        return ", ".join(filter(None, [found and f"nvcc {found[1]}", supported and f"the driver supports CUDA {supported[1]}"]))
+        facts = [found and f"nvcc {found[1]}", supported and f"the driver supports CUDA {supported[1]}"]
+        return ", ".join(filter(None, facts))
 
     def load(self):
         text = f"load average {os.getloadavg()[0]:.2f}"
-        used = self.query(["nvidia-smi", "--query-gpu=utilization.gpu,memory.used,temperature.gpu", "--format=csv,noheader"])
+        fields = "utilization.gpu,memory.used,temperature.gpu"
+        used = self.query(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"])
         return text + (f"; GPU (utilization, memory, °C): {'; '.join(used.splitlines())}" if used else "")
 
-    # ---- tests --------------------------------------------------------------------------------------------------------
+    # ---- tests
 
     def test_programs(self):
         listed = self.query(["scripts/kernel_tests.sh", "."]) or ""
@@ -210,27 +178,31 @@ class Machine:
         output, ending = self.run([sys.executable, "scripts/run_tests.py", "--limit", limit, *built])
         return summary_of_tests(output, ending, len(programs))
 
-    # ---- limits -------------------------------------------------------------------------------------------------------
+    # ---- limits
 
     def measure_limits(self):
         rows = "forward/bf16/N:65536/C:(768|3072)/|forward/bf16/N:8192/C:768/" if self.on_gpu else "forward/fp32/N:256/"
         output, ending = self.run([self.program("dev/bench_matmul"), f"--benchmark_filter=^({rows})"])
-        found = re.search(r"copy ([\d.]+) GB/s, triad ([\d.]+) GB/s, ([\d.]+) GFLOP/s fp32(?:, ([\d.]+) GFLOP/s bf16)?", output)
+        found = re.search(r"copy ([\d.]+) GB/s, triad ([\d.]+) GB/s, ([\d.]+) GFLOP/s fp32(?:, ([\d.]+) GFLOP/s bf16)?",
+                          output)
         if not found:
             raise Failed(last_line(output, ending))
         copy, triad, fp32, bf16 = (float(number or 0) for number in found.groups())
         self.limits = {"copy": copy * 1e9, "fp32": fp32 * 1e9, "bf16": bf16 * 1e9}
-        table = [("copy, bytes read + written", f"{copy:,.0f} GB/s"), ("triad a = b + s·c, fp32, bytes of three arrays", f"{triad:,.0f} GB/s"),
-                 ("a large matmul, fp32" if self.on_gpu else "independent FMAs on all threads, fp32", flops(self.limits["fp32"]))]
+        fp32_is = "a large matmul, fp32" if self.on_gpu else "independent FMAs on all threads, fp32"
+        table = [("copy, bytes read + written", f"{copy:,.0f} GB/s"),
+                 ("triad a = b + s·c, fp32, bytes of three arrays", f"{triad:,.0f} GB/s"),
+                 (fp32_is, flops(self.limits["fp32"]))]
         if bf16:
             table.append(("a large matmul, bf16", flops(self.limits["bf16"])))
         for dtype, n, c, oc, ms, rate, unit in re.findall(
                 r"^forward/(\w+)/N:(\d+)/C:(\d+)/OC:(\d+)\s+([\d.]+) ms\s+([\d.]+) ([GT]FLOP/s)", output, re.M):
-            table.append((f"linear layer forward, {dtype}, [{n}, {c}] × [{c}, {oc}] + bias", f"{rate} {unit}, {float(ms):.3f} ms"))
+            table.append((f"linear layer forward, {dtype}, [{n}, {c}] × [{c}, {oc}] + bias",
+                          f"{rate} {unit}, {float(ms):.3f} ms"))
         ended = f"\n\nNot all: {cell(last_line(output, ending))}" if ending else ""
         return "| what | measured |\n|---|---|\n" + "\n".join(f"| {what} | {rate} |" for what, rate in table) + ended
 
-    # ---- speed --------------------------------------------------------------------------------------------------------
+    # ---- speed
 
     def plan(self, *options):
         output, ending = self.run([self.program("train_gpt"), "plan", "--dtype", self.dtype, "--json", *options], 20)
@@ -259,11 +231,13 @@ class Machine:
         batch_size, length, tokens = self.training_shape(model)
         vocabulary = MODELS[model]
         data = write_tokens(os.path.join(WORK, f"tokens_{vocabulary}"), vocabulary)
-        command = [self.program("train_gpt"), "train", "--model", model, "--vocab-size", str(vocabulary), "--dtype", self.dtype, "--batch-size",
-                   str(batch_size), "--seq-len", str(length), "--total-batch-tokens", str(tokens), "--fit", "--steps", "1000",
-                   "--eval-every", "0", "--save-every", "0", "--data", data, "--out", os.path.join(WORK, "run")]
+        command = [self.program("train_gpt"), "train", "--model", model, "--vocab-size", str(vocabulary),
+                   "--dtype", self.dtype, "--batch-size", str(batch_size), "--seq-len", str(length),
+                   "--total-batch-tokens", str(tokens), "--fit", "--steps", "1000", "--eval-every", "0",
+                   "--save-every", "0", "--data", data, "--out", os.path.join(WORK, "run")]
+        self.note(command)
         how = f"{self.dtype}, B{batch_size} T{length}, {tokens:,} tokens a step, AdamW"
-        entries, output, ending = train_steps(self.repeat(command), STEPS, self.left())
+        entries, output, ending = train_steps(command, STEPS, self.left())
         if not entries:
             raise Failed(f"no step: {ending} ({how})" if ending.startswith("no end") else last_line(output, ending))
         # On a slow machine the first step is all that may be left out.
@@ -281,23 +255,32 @@ class Machine:
         return f"| {model} | train | {how} | {tokens / ms * 1e3:,.0f} | {cell('; '.join(filter(None, details)))} |"
 
     def decode(self, model, sequences):
-        # The bytes of the weights are read once a step; twice the time of a copy is a guess on the safe side.
-        weights = self.plan("--model", model, "--inference")["weights"] * (2 if self.on_gpu else 4)
-        rate = 0.25 * self.limits.get("copy", 0) / weights
-        count = 256
-        while count > 16 and count > rate * DECODE_SECONDS:
-            count //= 2
-        command = [self.program("train_gpt"), "sample", "--model", model, "--random-weights", "--ignore-eos", "--dtype", self.dtype,
-                   "--temperature", "0", "--num-samples", str(sequences), "--max-tokens", str(count), "--json"]
-        output, ending = self.run(self.repeat(command))
-        found = re.search(r'^\{.*"statistics".*', output, re.M)
-        if ending or not found:
-            raise Failed(last_line(output, ending))
-        got = json.loads(found[0])["statistics"]
-        read = f", {got['decode_bytes'] / got['decode_seconds'] / 1e9:,.1f} GB/s of weights and cache" if got.get("decode_bytes") else ""
+        """Of 16 tokens, and then of as many as these say that there is time for."""
+        command = [self.program("train_gpt"), "sample", "--model", model, "--random-weights", "--ignore-eos",
+                   "--dtype", self.dtype, "--temperature", "0", "--num-samples", str(sequences), "--json"]
+
+        def sample(count):
+            output, ending = self.run([*command, "--max-tokens", str(count)])
+            found = re.search(r'^\{.*"statistics".*', output, re.M)
+            if ending or not found:
+                raise Failed(last_line(output, ending))
+            return json.loads(found[0])["statistics"]
+
+        began, count, most = time.monotonic(), 16, 256
+        got = sample(count)
+        start_up = time.monotonic() - began - got["decode_seconds"]
+        while most > count and start_up + most * got["decode_seconds"] / (count - 1) > 0.6 * self.left():
+            most //= 2
+        if most > count:
+            with contextlib.suppress(Failed):
+                got, count = sample(most), most
+        self.note([*command, "--max-tokens", str(count)])
+        seconds = got["decode_seconds"]
+        details = f"all sequences together, {seconds:.2f} s"
+        if got.get("decode_bytes"):
+            details += f", {got['decode_bytes'] / seconds / 1e9:,.1f} GB/s of weights and cache"
         how = f"{self.dtype}, {sequences} sequence{'s' * (sequences > 1)} of {count} tokens, greedy, no prompt"
-        return (f"| {model} | decode | {how} | {got['decode_tokens'] / got['decode_seconds']:,.1f} | "
-                f"all sequences together, {got['decode_seconds']:.2f} s{read} |")
+        return f"| {model} | decode | {how} | {got['decode_tokens'] / seconds:,.1f} | {details} |"
 
 
 def summary_of_tests(output, ending, programs):
@@ -309,8 +292,8 @@ def summary_of_tests(output, ending, programs):
     # Without closing lines the counts of the files are all there is.
     number = len(failed) if failures else sum(int(file[2]) for file in files)
     passed, skipped = (sum(int(file[i]) for file in files) for i in (1, 3))
-    lines = [f"{passed} passed, **{number} failed**, {skipped} skipped in {len(files)} of {programs} programs (each kernel against a "
-             "float64 oracle; test_gpt: a model against PyTorch)."]
+    lines = [f"{passed} passed, **{number} failed**, {skipped} skipped in {len(files)} of {programs} programs "
+             "(each kernel against a float64 oracle; test_gpt: a model against PyTorch).", ""]
     if ending and not re.search(r"^\d+ passed, \d+ failed", output, re.M):
         lines.append(f"- The tests did not come to their end: {ending}.")
     lines += [f"- FAILED {name}: {scrub(test)}" for name, test in failed]
@@ -323,10 +306,12 @@ def summary_of_tests(output, ending, programs):
     reasons = {}
     for name, reason in re.findall(r"^skipped (\S+): \S+: (.*)", output, re.M):
         reasons.setdefault(scrub(reason), []).append(os.path.basename(name))
-    lines += [f"- {len(names)} skipped ({', '.join(dict.fromkeys(names))}): {reason}" for reason, names in reasons.items()]
+    lines += [f"- {len(names)} skipped ({', '.join(dict.fromkeys(names))}): {reason}"
+              for reason, names in reasons.items()]
     said = [scrub(body).strip() for name, body in failing_output(output)][:5]
     if said:
-        lines += ["", "<details><summary>what the first failed tests printed</summary>", "", "```", *said, "```", "</details>"]
+        lines += ["", "<details><summary>what the first failed tests printed</summary>", "", "```", *said, "```",
+                  "</details>"]
     return "\n".join(lines)
 
 
@@ -352,8 +337,9 @@ class Report:
             body = [part.text for part in self.parts if part.section == section]
             if section == "Tokens per second":
                 body.insert(0, SPEED_HEAD)
-                body.append("\nRandom weights and tokens. " + ("One GPU. " if self.machine.on_gpu else "") + "The commands:\n\n```\n"
-                            + "\n".join(self.machine.commands) + "\n```")
+                where = "One GPU. " if self.machine.on_gpu else ""
+                commands = "\n".join(self.machine.commands)
+                body.append(f"\nRandom weights and tokens. {where}The commands:\n\n```\n{commands}\n```")
             heading = f"## {section}\n"
             before, after = text.split(heading, 1)
             text = f"{before}{heading}\n" + "\n".join(body) + "\n" + after
@@ -373,13 +359,15 @@ def parts_of(machine):
         return f"| {model} | {what} | | | {{}} |"
 
     def speed(model, train_seconds, decode_seconds):
-        yield Part(f"{model} train", "Tokens per second", train_seconds, functools.partial(machine.train, model), row(model, "train"))
+        yield Part(f"{model} train", "Tokens per second", train_seconds,
+                   functools.partial(machine.train, model), row(model, "train"))
         for sequences in (1, 64) if machine.on_gpu else (1,):
             yield Part(f"{model} decode {sequences}", "Tokens per second", decode_seconds,
                        functools.partial(machine.decode, model, sequences), row(model, f"decode, {sequences}"))
 
     return [Part("machine", "Machine", 10, machine.describe), Part("limits", "Limits", 30, machine.measure_limits),
-            *speed("gpt2-124M", 40, 15), Part("tests", "Tests of the kernels", 80, machine.test), *speed("qwen2.5-0.5B", 60, 25)]
+            *speed("gpt2-124M", 40, 15), Part("tests", "Tests of the kernels", 80, machine.test),
+            *speed("qwen2.5-0.5B", 60, 25)]
 
 
 def measure(report, limit):

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Writes one Markdown file about this machine, to be pasted into an issue ("Report of a machine"): what it is, the tests of the
-# kernels, its limits, and the tokens/s of two models. It downloads nothing and sends nothing.
+# Writes one Markdown file about this machine, to be pasted into an issue ("Report of a machine"): what it is, the tests
+# of the kernels, its limits, and the tokens/s of two models. It downloads nothing and sends nothing.
 #
 #   scripts/report.sh [FILE]                  build/report.md
 #   BACKEND=cpu LIMIT=120 scripts/report.sh
 #
-# First it builds what it needs; make's variables count. The rest takes at most LIMIT seconds (300): each part has a limit of its
-# own, and a part that fails or does not end leaves a line that says so. Ctrl-C writes what there is. report.py measures.
+# First it builds what it needs; make's variables count. The rest takes at most LIMIT seconds (300): each part has a
+# limit of its own, and a part that fails or does not end leaves a line that says so. Ctrl-C writes what there is.
+# report.py measures.
 set -uo pipefail
 if [[ $# -gt 1 || ${1:-} == -* ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2
@@ -30,4 +31,5 @@ if make all >"$log" 2>&1; then
     make -k "$build/dev/bench_matmul" "$build/test_gpt" "${tests[@]}" >>"$log" 2>&1 || true
 fi
 echo "built in $SECONDS s"
-exec python3 scripts/report.py --build "$build" --build-log "$log" --build-seconds "$SECONDS" --limit "${LIMIT:-300}" "$out"
+exec python3 scripts/report.py --build "$build" --build-log "$log" --build-seconds "$SECONDS" \
+    --limit "${LIMIT:-300}" "$out"
