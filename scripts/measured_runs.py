@@ -50,7 +50,8 @@ def run_command(command, limit=float("inf"), finished=lambda: False):
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)  # a process that hangs in a driver does not end
         output.seek(0)
         return output.read(), ending
 

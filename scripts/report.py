@@ -18,7 +18,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 
@@ -55,7 +54,8 @@ def last_line(output, ending):
 
 
 def cell(text):
-    return text.replace("|", "\\|").replace("\n", " ")
+    """Text as Markdown shows it in a table or list: GitHub takes <x> for HTML."""
+    return text.replace("<", "&lt;").replace("|", "\\|").replace("\n", " ")
 
 
 def flops(rate):
@@ -97,8 +97,8 @@ class Machine:
                 lines = [line.strip() for line in log if line.strip()]
         except OSError:
             return "there is no log of the build"
-        # The compiler's line, not make's after it.
-        errors = [line for line in lines if re.search(r"\berror\b|cannot find|missing", line, re.I)] or lines[-1:]
+        # The line of a compiler or script, not make's after it.
+        errors = [line for line in lines if re.search(r"error:|cannot find|^Missing:|^CUDA build:", line)] or lines[-1:]
         return scrub(errors[0])[:400] if errors else "the log of the build is empty"
 
     def note(self, command):
@@ -116,7 +116,7 @@ class Machine:
         except Failed as failed:
             version = str(failed)
         missing = [] if version.startswith("train_gpt is not built") else self.not_built()
-        note = f"\n\nNot built: {', '.join(missing)}: {self.build_error()}" if missing else ""
+        note = f"\n\nNot built: {', '.join(missing)}: {cell(self.build_error())}" if missing else ""
         return (f"| | |\n|---|---|\n{table}\n`train_gpt --version`, built in {self.build_seconds:.0f} s:\n\n"
                 f"```\n{version}\n```{note}")
 
@@ -175,8 +175,15 @@ class Machine:
         if not built:
             self.program("test_gpt")
         limit = f"{max(0.1, self.left() - 3):.1f}"
-        output, ending = self.run([sys.executable, "scripts/run_tests.py", "--limit", limit, *built])
+        output, ending = self.run([sys.executable, "scripts/run_tests.py", "--limit", limit, *self.test_jobs(), *built])
         return summary_of_tests(output, ending, len(programs))
+
+    def test_jobs(self):
+        """Programs that run side by side share the GPU's memory."""
+        memory = self.query(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]) or ""
+        if not self.on_gpu or not memory[:1].isdigit():
+            return []
+        return ["--jobs", str(max(1, min(8, os.cpu_count() // 2, int(memory.split()[0]) // 6000)))]
 
     # ---- limits
 
@@ -296,16 +303,16 @@ def summary_of_tests(output, ending, programs):
              "(each kernel against a float64 oracle; test_gpt: a model against PyTorch).", ""]
     if ending and not re.search(r"^\d+ passed, \d+ failed", output, re.M):
         lines.append(f"- The tests did not come to their end: {ending}.")
-    lines += [f"- FAILED {name}: {scrub(test)}" for name, test in failed]
+    lines += [f"- FAILED {name}: {cell(scrub(test))}" for name, test in failed]
     running = [(name, test) for name, test in late if not test.startswith("a test that did not run")]
-    lines += [f"- not finished, for lack of time: {os.path.basename(name)}, in {test}, and "
+    lines += [f"- not finished, for lack of time: {os.path.basename(name)}, in {cell(test)}, and "
               f"{sum(other == name for other, _ in late) - 1} tests after it" for name, test in running]
     left_out = [os.path.basename(name) for name in re.findall(r"^left out (\S+)", output, re.M)]
     if left_out:
         lines.append(f"- not run, for lack of time: {', '.join(left_out)}")
     reasons = {}
     for name, reason in re.findall(r"^skipped (\S+): \S+: (.*)", output, re.M):
-        reasons.setdefault(scrub(reason), []).append(os.path.basename(name))
+        reasons.setdefault(cell(scrub(reason)), []).append(os.path.basename(name))
     lines += [f"- {len(names)} skipped ({', '.join(dict.fromkeys(names))}): {reason}"
               for reason, names in reasons.items()]
     said = [scrub(body).strip() for name, body in failing_output(output)][:5]
@@ -346,12 +353,13 @@ class Report:
         return text.rstrip() + f"\n\n{self.footer}\n"
 
     def write(self):
-        folder = os.path.dirname(os.path.abspath(self.path))
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, prefix=".report-", delete=False) as file:
-            file.write(self.text())
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, self.path)
+        temporary = f"{self.path}.tmp"
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(self.text())
+            os.replace(temporary, self.path)
+        except OSError as error:
+            raise SystemExit(f"report: {self.path} cannot be written: {error.strerror}") from None
 
 
 def parts_of(machine):
@@ -410,10 +418,9 @@ def main():
     os.chdir(ROOT)
     for number in signal.SIGTERM, signal.SIGHUP:
         signal.signal(number, interrupt)
-    # One GPU; numbered as nvidia-smi does.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     machine = Machine(args)
     report = Report(args.out, parts_of(machine), machine)
+    report.write()
     shutil.rmtree(WORK, ignore_errors=True)
     try:
         measure(report, args.limit)

@@ -9,7 +9,7 @@
 # limit of its own, and a part that fails or does not end leaves a line that says so. Ctrl-C writes what there is.
 # report.py measures.
 set -uo pipefail
-if [[ $# -gt 1 || ${1:-} == -* ]]; then
+if [[ $# -gt 1 || ${1:-} == -* || ! ${LIMIT:=300} =~ ^[1-9][0-9]*$ ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
@@ -32,4 +32,4 @@ if make all >"$log" 2>&1; then
 fi
 echo "built in $SECONDS s"
 exec python3 scripts/report.py --build "$build" --build-log "$log" --build-seconds "$SECONDS" \
-    --limit "${LIMIT:-300}" "$out"
+    --limit "$LIMIT" "$out"

@@ -171,10 +171,10 @@ class ReportTest(unittest.TestCase):
         self.assertEqual(text.count(" tokens, greedy"), 4)
 
     def test_failing_parts_cost_no_others(self):
-        self.driver("sample) echo 'no | memory' >&2; exit 1;;")
+        self.driver("sample) echo 'no | <memory>' >&2; exit 1;;")
         self.program("dev/bench_matmul", "kill -SEGV $$")
         text = self.report()
-        self.assertIn("| gpt2-124M | decode, 64 | | | exit status 1: no \\| memory |", text)
+        self.assertIn("| gpt2-124M | decode, 64 | | | exit status 1: no \\| &lt;memory> |", text)
         self.assertIn("signal 11", self.section(text, "Limits"))
         # Nothing is known of the limits.
         self.assertIn("| gpt2-124M | train | bf16, B1 T1024, 1,024 tokens a step, AdamW |", text)
@@ -182,8 +182,8 @@ class ReportTest(unittest.TestCase):
     def test_nothing_private(self):
         uuid = "GPU-0a1b2c3d-1111-2222-3333-444455556666"
         host = socket.gethostname()
-        said = (f"{self.tree}/x.cpp:7: /home/somebody/secret.bin /opt/private/place on {host} of nobody_else {uuid} "
-                "at 3 GB/s")
+        said = (f"{self.tree}/x.cpp:7:/home/somebody/secret.bin /opt/private/place -I/opt/private on {host} of "
+                f"nobody_else {uuid} at 3 GB/s, https://example.org/a/b")
         self.driver(f"sample|--version) echo '{said}'; exit 1;;")
         self.program("dev/test_softmax", FAILS.replace("expected 1, got 2", said))
         os.environ["LOGNAME"] = "nobody_else"
@@ -191,10 +191,10 @@ class ReportTest(unittest.TestCase):
         text = self.report()
         for private in self.tree, "somebody", "private", "place", "nobody_else", uuid, self.top:
             self.assertNotIn(private, text)
-        host = host if len(host) < 2 or host == "localhost" else "<host>"
+        host = host if len(host) < 2 or host == "localhost" else "[host]"
         for section in "Machine", "Tests of the kernels", "Tokens per second":
-            self.assertIn(f"./x.cpp:7: <path>/secret.bin <path> on {host} of <user> <uuid> at 3 GB/s",
-                          self.section(text, section))
+            self.assertIn(f"./x.cpp:7:[path]/secret.bin [path] -I[path] on {host} of [user] [uuid] at 3 GB/s, "
+                          "https://example.org/a/b", self.section(text, section))
 
     def test_an_interrupt_writes_what_there_is(self):
         self.driver(f"train) touch {self.top}/training; sleep 600 & wait;;")
@@ -212,7 +212,7 @@ class ReportTest(unittest.TestCase):
             self.assertIn("| gpt2-124M | train | | | interrupted |", text)
             self.assertIn("| qwen2.5-0.5B | decode, 1 | | | not reached |", text)
             self.assertIn("not reached", self.section(text, "Tests of the kernels"))
-            self.assertEqual([name for name in os.listdir(self.top) if name.startswith(".report")], [])
+            self.assertFalse(os.path.exists(self.out + ".tmp"))
             os.remove(os.path.join(self.top, "training"))
             os.remove(self.out)
 
@@ -221,8 +221,8 @@ class ReportTest(unittest.TestCase):
         tools = os.path.join(self.top, "tools")
         os.mkdir(tools)
         with open(os.path.join(tools, "make"), "w", encoding="utf-8") as file:
-            file.write(f"#!/bin/sh\necho compiling\necho '{self.tree}/kernels/x.cu:3: error: no such thing'\n"
-                       "echo 'make: *** Error 1'\nexit 2\n")
+            file.write("#!/bin/sh\necho '  compile runtime/error.cpp'\n"
+                       f"echo '{self.tree}/kernels/x.cu:3: error: no such thing'\necho 'make: *** Error 1'\nexit 2\n")
         os.chmod(os.path.join(tools, "make"), 0o755)
         done = self.run_script("here.md", PATH=f"{tools}:{os.environ['PATH']}")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -231,9 +231,16 @@ class ReportTest(unittest.TestCase):
         for section in "Machine", "Tests of the kernels", "Limits", "Tokens per second":
             self.assertIn("is not built: ./kernels/x.cu:3: error: no such thing", self.section(text, section))
 
+    def test_a_report_that_cannot_be_written(self):
+        self.out = os.path.join(self.top, "nowhere", "report.md")
+        process = self.start(120)
+        output, _ = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 1)
+        self.assertEqual(output, f"report: {self.out} cannot be written: No such file or directory\n")
+
     def test_usage(self):
-        for arguments in ["--help"], ["a", "b"]:
-            done = self.run_script(*arguments)
+        for arguments, limit in (["--help"], "300"), (["a", "b"], "300"), ([], "soon"):
+            done = self.run_script(*arguments, LIMIT=limit)
             self.assertEqual((done.returncode, done.stdout), (2, ""))
             self.assertIn("scripts/report.sh [FILE]", done.stderr)
 
