@@ -278,12 +278,15 @@ class Machine:
         start_up = time.monotonic() - began - got["decode_seconds"]
         while most > count and start_up + most * got["decode_seconds"] / (count - 1) > 0.6 * self.left():
             most //= 2
+        failed = ""
         if most > count:
-            with contextlib.suppress(Failed):
+            try:
                 got, count = sample(most), most
+            except Failed as failure:
+                failed = f"; {most} tokens: {failure}"
         self.note([*command, "--max-tokens", str(count)])
         seconds = got["decode_seconds"]
-        details = f"all sequences together, {seconds:.2f} s"
+        details = f"all sequences together, {seconds:.2f} s{cell(failed)}"
         if got.get("decode_bytes"):
             details += f", {got['decode_bytes'] / seconds / 1e9:,.1f} GB/s of weights and cache"
         how = f"{self.dtype}, {sequences} sequence{'s' * (sequences > 1)} of {count} tokens, greedy, no prompt"
@@ -305,7 +308,7 @@ def summary_of_tests(output, ending, programs):
         lines.append(f"- The tests did not come to their end: {ending}.")
     lines += [f"- FAILED {name}: {cell(scrub(test))}" for name, test in failed]
     running = [(name, test) for name, test in late if not test.startswith("a test that did not run")]
-    lines += [f"- not finished, for lack of time: {os.path.basename(name)}, in {cell(test)}, and "
+    lines += [f"- not finished: {os.path.basename(name)}, in {cell(test)}, and "
               f"{sum(other == name for other, _ in late) - 1} tests after it" for name, test in running]
     left_out = [os.path.basename(name) for name in re.findall(r"^left out (\S+)", output, re.M)]
     if left_out:
@@ -324,7 +327,7 @@ def summary_of_tests(output, ending, programs):
 
 def failing_output(output):
     """(name, the first lines) of tests that GoogleTest marks as failed."""
-    for name, body in re.findall(r"^\[ RUN      \] (\S+)\n((?:(?!\[ RUN).*\n)*?)\[  FAILED  \]", output, re.M):
+    for name, body in re.findall(r"^\[ RUN      \] (\S+)\n((?:(?!\[ RUN).*\n)*?)\[  FAILED  \] \1\b", output, re.M):
         yield name, f"{name}\n" + "\n".join(body.splitlines()[:12])
 
 

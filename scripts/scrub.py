@@ -14,7 +14,8 @@ def private_words():
     words = [(re.escape(root) + r"(?=/|\b)", ".") for root in {ROOT, os.path.realpath(ROOT)}]
     # An absolute path, but neither the end of a relative one, a rate such as GB/s, nor an address of the web.
     rest = r"[^\s'\"`,;:()|]"
-    starts = [rf"(?<![\w.~*+>/-])/(?!/){rest}+", rf"(?<=-[IL])/{rest}+", *(re.escape(home) + rest + "*" for home in homes())]
+    starts = [rf"(?<![\w.~*+>/-])/(?!/){rest}+", rf"(?<=-[IL])/{rest}+",
+              *(re.escape(home) + rest + "*" for home in homes())]
     words += [("|".join(starts), lambda path: hidden_path(path[0])),
               (r"\b(?:GPU|MIG)-[0-9a-f]{8}-[0-9a-f-]{20,}", "[uuid]")]
     for name, instead in (socket.gethostname(), "[host]"), (user_name(), "[user]"):

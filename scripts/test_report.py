@@ -45,7 +45,15 @@ echo '[       OK ] Softmax.Good (0 ms)'
 echo '[ RUN      ] Softmax.{name}'
 {last}
 """
-FAILS = GTEST.format(name="Wrong", last="echo 'expected 1, got 2'; echo '[  FAILED  ] Softmax.Wrong (0 ms)'; exit 1")
+FAILS = GTEST.format(name="Wrong", last=r"""
+echo 'expected 1, got 2'
+echo '[  FAILED  ] Softmax.Wrong (0 ms)'
+echo '[ RUN      ] Softmax.Last'
+echo '[       OK ] Softmax.Last (0 ms)'
+echo '[  FAILED  ] 1 test, listed below:'
+echo '[  FAILED  ] Softmax.Wrong'
+exit 1
+""")
 HANGS = GTEST.format(name="Endless", last="sleep 600 & wait")
 
 
@@ -146,8 +154,10 @@ class ReportTest(unittest.TestCase):
     def test_failing_tests_are_named(self):
         self.program("dev/test_softmax", FAILS)
         tests = self.section(self.report(), "Tests of the kernels")
-        self.assertIn("4 passed, **1 failed**, 0 skipped in 3 of 3 programs", tests)
+        self.assertIn("5 passed, **1 failed**, 0 skipped in 3 of 3 programs", tests)
         self.assertIn("- FAILED test_softmax: Softmax.Wrong\n", tests)
+        self.assertNotIn("Softmax.Good", tests)
+        self.assertNotIn("Softmax.Last", tests)
         self.assertIn("expected 1, got 2", tests)
 
     def test_hanging_tests_are_cut(self):
@@ -156,19 +166,24 @@ class ReportTest(unittest.TestCase):
         text = self.report(limit=20)
         self.assertLess(time.monotonic() - begin, 30)
         tests = self.section(text, "Tests of the kernels")
-        self.assertRegex(tests, r"for lack of time: test_softmax, in Softmax\.Endless \(no end after [\d.]+ s\)")
+        self.assertRegex(tests, r"not finished: test_softmax, in Softmax\.Endless \(no end after [\d.]+ s\)")
         self.assertIn("**0 failed**", tests)
         self.assertIn("| qwen2.5-0.5B | decode |", text)
 
     def test_hanging_parts_are_cut(self):
-        self.driver("train) sleep 600 & wait;;")
+        self.program("dev/bench_matmul", "sleep 600")
+        child = os.path.join(self.top, "child")
+        self.driver(f"train) sleep 600 & echo $! >{child}; wait;;")
         begin = time.monotonic()
         text = self.report(limit=20)
         self.assertLess(time.monotonic() - begin, 30)
         self.assertRegex(text, r"\| gpt2-124M \| train \| \| \| no step: no end after [\d.]+ s "
-                               r"\(bf16, B16 T1024, 524,288 tokens a step, AdamW\) \|")
+                               r"\(bf16, B1 T1024, 1,024 tokens a step, AdamW\) \|")
+        self.assertIn("no end after", self.section(text, "Limits"))
         self.assertIn("5 passed, **0 failed**", text)
         self.assertEqual(text.count(" tokens, greedy"), 4)
+        with open(child, encoding="ascii") as file:
+            self.assertFalse(os.path.exists(f"/proc/{file.read().strip()}"), "what a part started outlives it")
 
     def test_failing_parts_cost_no_others(self):
         self.driver("sample) echo 'no | <memory>' >&2; exit 1;;")
@@ -178,6 +193,11 @@ class ReportTest(unittest.TestCase):
         self.assertIn("signal 11", self.section(text, "Limits"))
         # Nothing is known of the limits.
         self.assertIn("| gpt2-124M | train | bf16, B1 T1024, 1,024 tokens a step, AdamW |", text)
+
+    def test_a_longer_run_that_fails_is_told(self):
+        self.driver("sample) [ $tokens = 16 ] || { echo 'out of luck' >&2; exit 1; };;&")
+        self.assertIn("1 sequence of 16 tokens, greedy, no prompt | 30.0 | all sequences together, 0.50 s; 256 tokens: exit "
+                      "status 1: out of luck, 2.0 GB/s", self.report())
 
     def test_nothing_private(self):
         uuid = "GPU-0a1b2c3d-1111-2222-3333-444455556666"
