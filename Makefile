@@ -315,7 +315,7 @@ $(addprefix $(BUILD)/dev/test_,alloc_shim training engine): | $(BUILD)/dev/alloc
 
 $(BUILD)/dev/%.so: dev/tests/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(Q)$(CC) -O1 -Wall -Wextra -fPIC -shared $< -o $@ -ldl
+	$(Q)$(CC) -O1 -Wall -Wextra -fPIC -shared $(UNPACKED_INCLUDE) $< -o $@ $(UNPACKED_LIBS) -ldl
 
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 

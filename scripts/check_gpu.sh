@@ -25,15 +25,6 @@ run_tests() {
     make test BACKEND=cuda || failed=1
 }
 
-# The tests of the ops: each op is a header in kernels/ or one of its directories; norm.h has two tests.
-kernel_tests() {
-    local op
-    for op in kernels/*.h kernels/*/*.h layernorm rmsnorm; do
-        op=build/cuda/dev/test_$(basename "$op" .h)
-        [[ ! -x $op ]] || echo "$op"
-    done
-}
-
 # Runs one program under one tool and prints one line with the result.
 check_one() {
     local tool=$1 program=$2 filter=$3 limit=$4 out=$5 log
@@ -52,7 +43,7 @@ sanitize() {
     # Large shapes add nothing and take minutes under a sanitizer; some tests allocate too much memory on purpose.
     local small='-*Large*:*InSamples*:*Tuned*:*Tuning*:*FailedAllocation*' program
     {
-        for program in $(kernel_tests); do
+        for program in $(scripts/kernel_tests.sh build/cuda); do
             printf '%s\n' "memcheck $program $small" "synccheck $program $small"
         done
         for program in softmax layernorm embedding global_norm adamw topk tensor_ops; do

@@ -16,6 +16,7 @@ The second counts for a CUDA build only: the test needs the GPU's memory, or tim
 cores long Python files are split: their tests run in several processes. --part 2/3 runs a third of the files.
 """
 import argparse
+import math
 import os
 import re
 import subprocess
@@ -86,7 +87,7 @@ def run(command, variables, timeout):
         done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               timeout=timeout)
     except subprocess.TimeoutExpired as expired:
-        return (expired.stdout or b"").decode(errors="replace"), f"no end after {timeout} s"
+        return (expired.stdout or b"").decode(errors="replace"), f"no end after {round(timeout, 1):g} s"
     except OSError as error:
         return "", str(error)
     ending = None
@@ -95,8 +96,8 @@ def run(command, variables, timeout):
     return done.stdout.decode(errors="replace"), ending
 
 
-def run_gtest(job, args):
-    output, ending = run([job.path, "--gtest_color=no", *["--gtest_fail_fast"] * args.fail_fast], job.variables, args.timeout)
+def run_gtest(job, fail_fast, timeout):
+    output, ending = run([job.path, "--gtest_color=no", *["--gtest_fail_fast"] * fail_fast], job.variables, timeout)
     outcome = Outcome(output=output)
     announced = re.search(r"^\[==========\] Running (\d+) tests?", output, re.M)
     announced = int(announced.group(1)) if announced else 0
@@ -132,9 +133,9 @@ def run_gtest(job, args):
     return outcome
 
 
-def run_test_gpt(job, args):
+def run_test_gpt(job, _, timeout):
     """The program prints the name of a model, then a line for each check of it, "  okay  logits ..." or "  FAIL  ..."."""
-    output, ending = run([job.path], job.variables, args.timeout)
+    output, ending = run([job.path], job.variables, timeout)
     outcome, model = Outcome(output=output), ""
     for line in output.splitlines():
         check = re.match(r"  (okay|FAIL)  (.*?)(?:  |$)", line)
@@ -149,11 +150,11 @@ def run_test_gpt(job, args):
     return outcome
 
 
-def run_python(job, args):
+def run_python(job, fail_fast, timeout):
     """The file in a process of its own, which reports on its last lines (see report_unittest)."""
     output, ending = run([sys.executable, "-X", "faulthandler", os.path.abspath(__file__), "--unittest",
-                          *["--fail-fast"] * args.fail_fast, job.path, str(job.index), str(job.count)],
-                         job.variables, args.timeout)
+                          *["--fail-fast"] * fail_fast, job.path, str(job.index), str(job.count)],
+                         job.variables, timeout)
     outcome = Outcome(output=output)
     for kind, name, reason in re.findall(r"^@@(\w+)\t(.*?)\t(.*)$", output, re.M):
         if kind == "passed":
@@ -207,6 +208,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="test binaries, test_*.py files and NAME=VALUE")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each file (default %(default)s)")
+    parser.add_argument("--limit", type=float, default=math.inf,
+                        help="seconds for all files: those that run then are ended, those that have not begun are left out")
     parser.add_argument("--jobs", type=int, default=max(2, min(8, os.cpu_count() // 2)),
                         help="files at a time (default: half of the cores, 2 to 8)")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="only every N-th file, from the I-th on")
@@ -229,7 +232,8 @@ def main():
         else:
             variables.pop(variable[1], None)
 
-    passed, failed, skipped = 0, [], []
+    passed, failed, skipped, left_out = 0, [], [], []
+    end = time.monotonic() + args.limit
     printing = threading.Lock()
 
     def run_job(job):
@@ -237,8 +241,11 @@ def main():
         if failed and args.fail_fast:
             return
         start = time.monotonic()
+        if start >= end:
+            left_out.append(str(job))
+            return
         run_file = run_python if job.path.endswith(".py") else run_test_gpt if job.is_test_gpt() else run_gtest
-        outcome = run_file(job, args)
+        outcome = run_file(job, args.fail_fast, min(args.timeout, end - start))
         seconds = time.monotonic() - start
         counts = f"{outcome.passed} passed, {len(outcome.failed)} failed, {len(outcome.skipped)} skipped"
         with printing:
@@ -267,8 +274,11 @@ def main():
         print("skipped", line)
     for line in failed:
         print("FAILED ", line)
-    print(f"{passed} passed, {len(failed)} failed, {len(skipped)} skipped")
-    return 1 if failed else 0
+    for name in left_out:
+        print("left out", name)
+    print(f"{passed} passed, {len(failed)} failed, {len(skipped)} skipped"
+          + (f", {len(left_out)} files left out: the limit of {args.limit:g} s was reached" if left_out else ""))
+    return 1 if failed or left_out else 0
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ turns without the warm-up steps. tokens/s counts whole optimizer steps: forward,
 (llm.c's program does not clip).
 """
 import argparse
-import array
 import json
 import os
 import platform
-import random
 import re
 import resource
 import shlex
@@ -19,8 +17,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import from_scripts  # noqa: F401
+from measured_runs import WARMUP, write_tokens
+
 WORK = os.path.join("build", "bench_cpu")  # random tokens and runs, removed at the end
-WARMUP = 3  # steps
 
 
 @dataclass
@@ -42,17 +42,6 @@ SETTINGS = [
     Setting("6 layers x 384, B16 T256, V65", ["--model", "gpt2-mini", "--max-positions", "256"], 16, 256, 65, 15,
             "cpu-char-384", False),
 ]
-
-
-def write_tokens(vocabulary):
-    """A data directory of random tokens in the project's token format (docs/use/data.md)."""
-    folder = os.path.join(WORK, f"tokens_{vocabulary}")
-    os.makedirs(folder, exist_ok=True)
-    count, draw = 200_000, random.Random(0)
-    with open(os.path.join(folder, "train_000000.bin"), "wb") as out:
-        array.array("i", [20240520, 1, count] + [0] * 253).tofile(out)
-        array.array("H", (draw.randrange(vocabulary) for _ in range(count))).tofile(out)
-    return folder
 
 
 def median_rate(setting, milliseconds):
@@ -169,7 +158,7 @@ def main():
     print(subprocess.run([os.environ.get("CXX", "g++"), "--version"], stdout=subprocess.PIPE, text=True).stdout.splitlines()[0])
     print(subprocess.run([args.driver, "info"], check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
     for setting in SETTINGS:
-        write_tokens(setting.vocabulary)
+        write_tokens(os.path.join(WORK, f"tokens_{setting.vocabulary}"), setting.vocabulary)
         print("$", shlex.join(train_command(args.driver, setting, os.path.join(WORK, "run"))))
     if llmc:
         print("$", llmc)

@@ -12,23 +12,19 @@ its use before, in GB of 10^9 bytes, so it includes the CUDA context and allocat
 is shown separately. MFU uses this project's FLOP count and peak for all contenders (docs/log/performance.md).
 """
 import argparse
-import array
-import itertools
-import json
 import os
-import random
 import re
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from dataclasses import dataclass
 
-WARMUP = 3  # steps
+import from_scripts  # noqa: F401
+from measured_runs import WARMUP, train_steps, write_tokens
+
 SAMPLE_MS = 50  # between two looks at the memory in use
 
 
@@ -93,29 +89,6 @@ class DeviceMemory:
         return (max(self.used) - self.used[0]) * 2**20
 
 
-def write_tokens(folder, vocabulary):
-    """A data directory of random tokens in the project's token format (docs/use/data.md), as frequent as words are: token k in
-    proportion to 1/(k + 1) (Zipf's law). The gradient of the embedding depends on how often tokens repeat."""
-    os.makedirs(folder)
-    count = 1_000_000
-    weights = list(itertools.accumulate(1 / (k + 1) for k in range(vocabulary)))
-    tokens = random.Random(0).choices(range(vocabulary), cum_weights=weights, k=count)
-    magic, version, width = (20240520, 1, "H") if vocabulary <= 65536 else (20240801, 7, "I")
-    with open(os.path.join(folder, "train_000000.bin"), "wb") as out:
-        array.array("i", [magic, version, count] + [0] * 253).tofile(out)
-        array.array(width, tokens).tofile(out)
-    return folder
-
-
-def read_log(run):
-    """The entries of a run's log.jsonl so far; a line that is still being written is left out."""
-    try:
-        with open(os.path.join(run, "log.jsonl"), encoding="utf-8") as log:
-            return [json.loads(line) for line in log if line.endswith("\n")]
-    except FileNotFoundError:
-        return []
-
-
 def ours_command(args, setting, data, out):
     return [args.driver, "train", *setting.options, "--vocab-size", str(setting.vocabulary), "--dtype", "bf16", "--data", data,
             "--out", out, "--batch-size", str(setting.B), "--seq-len", str(setting.T), "--total-batch-tokens",
@@ -124,21 +97,7 @@ def ours_command(args, setting, data, out):
 
 
 def run_ours(command, steps):
-    """The program is stopped once it has logged enough steps, so that it writes no checkpoint of many gigabytes."""
-    out = command[command.index("--out") + 1]
-    shutil.rmtree(out, ignore_errors=True)
-    entries = []
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            while len(entries) < WARMUP + steps and process.poll() is None:
-                time.sleep(0.05)
-                entries = read_log(out)
-        finally:
-            process.kill()
-            process.wait()
-        output.seek(0)
-        said = output.read()
+    entries, said, _ = train_steps(command, steps)
     if len(entries) < WARMUP + steps:
         raise Failed(command, said)
     return Result([entry["ms"] for entry in entries[WARMUP:]], entries[-1])
