@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""Which make goals install missing packages. The compiler and the package manager are stand-ins: nothing is installed."""
+"""Which make goals install missing packages, and where to. The compiler and the package manager are stand-ins: nothing is
+installed."""
 import os
+import shutil
 import subprocess
 import tempfile
 import unittest
@@ -18,13 +20,17 @@ class DepsTest(unittest.TestCase):
     def setUp(self):
         top = tempfile.TemporaryDirectory(prefix="train_gpt_deps_")
         self.addCleanup(top.cleanup)
+        self.top = top.name
         self.log = os.path.join(top.name, "log")
         for name, script in STAND_INS.items():
-            path = os.path.join(top.name, name)
-            with open(path, "w") as file:
-                file.write(f"#!/bin/bash\n{script}\n")
-            os.chmod(path, 0o755)
+            self.stand_in(name, script)
         self.path = top.name + os.pathsep + os.environ["PATH"]
+
+    def stand_in(self, name, script):
+        path = os.path.join(self.top, name)
+        with open(path, "w") as file:
+            file.write(f"#!/bin/bash\n{script}\n")
+        os.chmod(path, 0o755)
 
     def make(self, *args):
         """Runs make with the stand-ins. Returns the finished process and the commands that apt-get received."""
@@ -58,6 +64,62 @@ class DepsTest(unittest.TestCase):
             self.assertEqual(done.returncode, 2, done.stdout)
             self.assertIn("libpcre2-dev", done.stdout)
             self.assertEqual(commands, [], args)
+
+    def install(self):
+        """Runs deps.sh in an empty directory. Returns the finished process and the commands that apt-get received."""
+        work = os.path.join(self.top, "work")
+        os.makedirs(work, exist_ok=True)
+        done = subprocess.run([os.path.join(ROOT, "scripts", "deps.sh"), "install"], cwd=work, stdin=subprocess.DEVNULL,
+                              env={**os.environ, "PATH": self.path, "LOG": self.log, "TOP": self.top, "DEPS": "", "CXX": "g++"},
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+        commands = []
+        if os.path.exists(self.log):
+            with open(self.log) as file:
+                commands = file.read().splitlines()
+            os.remove(self.log)
+        return done, commands
+
+    @unittest.skipUnless(shutil.which("dpkg-deb"), "there is no dpkg-deb")
+    def test_without_root_packages_are_unpacked(self):
+        """A link to a library that the system has leads there; one to what came along stays. sudo would ask."""
+        tree = os.path.join(self.top, "tree")
+        library = os.path.realpath("/bin/sh")
+        lib = os.path.join(tree, "usr", "lib")
+        for directory in "DEBIAN", "usr/lib", "usr/include":
+            os.makedirs(os.path.join(tree, directory))
+        with open(os.path.join(tree, "DEBIAN", "control"), "w") as file:
+            file.write("Package: libpcre2-dev\nVersion: 1\nArchitecture: all\nMaintainer: a <a@b>\nDescription: d\n")
+        open(os.path.join(tree, "usr", "include", "pcre2.h"), "w").close()
+        os.symlink("../../" + library.lstrip("/"), os.path.join(lib, "libsystem.so"))
+        os.symlink("../include/pcre2.h", os.path.join(lib, "libown.so"))
+        os.symlink("nowhere", os.path.join(lib, "libnowhere.so"))
+        subprocess.run(["dpkg-deb", "--build", tree, os.path.join(self.top, "a.deb")], check=True, stdout=subprocess.DEVNULL)
+        self.stand_in("id", "echo 1000")
+        self.stand_in("sudo", "exit 1")
+        fetches = 'echo "$*" >>"$LOG"; [[ $* != *--download-only* ]] || cp "$TOP/a.deb" .deps.new/apt/archives/'
+        self.stand_in("apt-get", f"{fetches}; exit 1")
+        done, _ = self.install()
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("could not be fetched", done.stdout)
+        self.assertFalse(os.path.exists(os.path.join(self.top, "work", ".deps")))
+
+        self.stand_in("apt-get", fetches)
+        done, commands = self.install()
+        self.assertEqual(done.returncode, 0, done.stdout)
+        self.assertEqual([command.split()[-1] for command in commands], ["update", "patchelf"])
+        self.assertIn(" install libpcre2-dev patchelf", commands[1])
+        unpacked = os.path.join(self.top, "work", ".deps")
+        self.assertTrue(os.path.exists(os.path.join(unpacked, "usr", "include", "pcre2.h")))
+        links = {name: os.readlink(os.path.join(unpacked, "lib", f"lib{name}.so")) for name in ("system", "own", "nowhere")}
+        self.assertEqual(links, {"system": library, "own": "../include/pcre2.h", "nowhere": "nowhere"})
+        self.assertEqual(self.install()[1], [])  # they are there
+
+    def test_sudo_is_used_where_it_does_not_ask(self):
+        self.stand_in("id", "echo 1000")
+        self.stand_in("sudo", '[[ $1 == -n ]] && shift; [[ $1 != env ]] || echo sudo >>"$LOG"; exec "$@"')
+        done, commands = self.install()
+        self.assertEqual(done.returncode, 0, done.stdout)
+        self.assertEqual(commands, ["update", "sudo", "install -y --no-install-recommends libpcre2-dev"])
 
 
 if __name__ == "__main__":
