@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Checks the pages: that links and the pages' names in sources lead somewhere, and that the pages are short enough.
+"""Checks the pages: links, and names of pages in sources, lead somewhere; the pages are short enough.
 
-    scripts/check_docs.py        exit status 1 and a line for each link that leads nowhere and each group that is too long
+    scripts/check_docs.py        exit status 1 and a line for each that leads nowhere and each group that is too long
 
 It also reads what others check: the commands of code blocks and of `backquotes` (dev/tests/test_docs.py runs them).
 """
@@ -20,7 +20,8 @@ BUDGETS = [("README.md", 900), ("README.md docs/use/*.md", 15_000), ("docs/under
 MARK = re.compile(r"<!-- not run: *(.*?) *-->$")
 SHELLS = ("bash", "sh", "console")
 # How a line begins in a block without a language that has commands.
-COMMAND = re.compile(r"^ *([A-Z_]+=\S+ )*(sudo |\./|make |train_gpt |python3? |(scripts|data|dev|\.venv|\.ci|build)/)", re.M)
+COMMAND = re.compile(r"^ *([A-Z_]+=\S+ )*(sudo |\./|make\s|train_gpt |python3? |(scripts|data|dev|\.venv|\.ci|build)/)",
+                     re.M)
 # In a page, a source or a help text: a page or picture of docs, perhaps with an anchor.
 NAMED = re.compile(r"(?<![\w./-])docs/(?:use|understand|log)/[\w-]+\.(?:md|png)(?:#[\w-]+)?")
 EXCEPT = ("scripts/test_check_docs.py",)
@@ -176,8 +177,8 @@ def too_long(budgets):
         words = {name: len(read(name).split()) for name in pages(pattern)}
         if sum(words.values()) > budget:
             longest = sorted(words, key=words.get, reverse=True)[:3]
-            yield (f"{pattern}: {sum(words.values()):,} words, more than {budget:,}: shorten them, or move measurements to "
-                   f"docs/log. The longest: {', '.join(f'{name} {words[name]:,}' for name in longest)}")
+            yield (f"{pattern}: {sum(words.values()):,} words, more than {budget:,}: shorten them, or move "
+                   f"measurements to docs/log. The longest: {', '.join(f'{name} {words[name]:,}' for name in longest)}")
 
 
 def main():

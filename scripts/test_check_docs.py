@@ -11,9 +11,10 @@ import check_docs  # noqa: E402
 import check_words  # noqa: E402
 
 FILES = {
-    "README.md": "# One\n[a](docs/use/a.md#two-words-1) [b](docs/use/a.md#three) [c](no.md) `x`\n```\n[d](nor.md)\n```\n[e](#one) [f](#two)\n"
-                 "[g](https://a.b/c#d) ![h](docs/use/)\n",
-    "docs/use/a.md": "## Two `words`\n## [Two](x) words!\n```\n## Three\n```\n[up](../../README.md) [up](../README.md)\n",
+    "README.md": "# One\n[a](docs/use/a.md#two-words-1) [b](docs/use/a.md#three) [c](no.md) `x`\n"
+                 "```\n[d](nor.md)\n```\n[e](#one) [f](#two)\n[g](https://a.b/c#d) ![h](docs/use/)\n",
+    "docs/use/a.md": "## Two `words`\n## [Two](x) words!\n```\n## Three\n```\n"
+                     "[up](../../README.md) [up](../README.md)\n",
     "train.cpp": '// docs/use/a.md, docs/use/b.md\n"see docs/use/a.md#two-words or docs/use/a.md#four"\n',
 }
 

@@ -35,17 +35,18 @@ CHAT_TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.c
                  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 # Programs of others that pages may call.
-OTHERS = {"apt-get", "bash", "cat", "cp", "curl", "echo", "git", "grep", "head", "ls", "mpirun", "ncu", "nsys", "pip", "printf",
-          "rm", "srun", "tail", "tensorboard", "torchrun", "wget"}
+OTHERS = {"apt-get", "bash", "cat", "cp", "curl", "echo", "git", "grep", "head", "ls", "mpirun", "ncu", "nsys", "pip",
+          "printf", "rm", "srun", "tail", "tensorboard", "torchrun", "wget"}
 LAUNCHERS = {"mpirun", "ncu", "nsys", "srun", "torchrun"}
 WRAPPERS = {"sudo", "env", "time", "nohup", "-E"}
 # Options of others that pages name without their program.
-OTHERS_OPTIONS = {"--allow-run-as-root", "--kill-on-bad-exit", "--master-addr", "--mca", "--node-rank", "--oversubscribe",
-                  "--shm-size"}
+OTHERS_OPTIONS = {"--allow-run-as-root", "--kill-on-bad-exit", "--master-addr", "--mca", "--node-rank",
+                  "--oversubscribe", "--shm-size"}
 
 
 # What installs or downloads, which a test must not do.
-NEVER = re.compile(r"\bsudo |\bpip install|\bapt-get |\bhf download|scripts/(in_debian|fetch_|deps|venv|cuda_toolkit)|\.ci/run")
+NEVER = re.compile(r"\bsudo |\bpip install|\bapt-get |\bhf download|\.ci/run|"
+                   r"scripts/(in_debian|fetch_|deps|venv|cuda_toolkit)")
 
 
 # ---- what there is ---------------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def script_options(path):
     if path.endswith(".sh"):
         return set(re.findall(r"--[a-z][\w-]*", source)) | {"--help"}
     found, tree = {"--help"}, ast.parse(source)
-    folders = [os.path.dirname(path), *(os.path.join(ROOT, name) for name in ("scripts", "data", "dev/peers", "dev/tests"))]
+    folders = [os.path.dirname(path), *(os.path.join(ROOT, name) for name in ("scripts", "data", "dev/peers"))]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             found |= {x.value for x in node.args if isinstance(x, ast.Constant) and str(x.value).startswith("--")}
@@ -103,7 +104,8 @@ def every_option():
     """Of the driver and of every script."""
     scripts = [path for folder in ("scripts", "data", "dev/peers", "dev/tests", "dev/bench", "dev/ladder")
                for path in check_docs.pages(f"{folder}/*.py {folder}/*.sh")]
-    return OTHERS_OPTIONS.union(*driver_options().values(), *(script_options(os.path.join(ROOT, path)) for path in scripts))
+    of_scripts = [script_options(os.path.join(ROOT, path)) for path in scripts]
+    return OTHERS_OPTIONS.union(*driver_options().values(), *of_scripts)
 
 
 # ---- what a command names --------------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ def make_fault(words):
         name, equals, _ = word.strip("[]").partition("=")
         if equals and name not in variables:
             return f"the Makefile has no variable {name}"
-        if not equals and not name.startswith("-") and name not in goals and not name.startswith("build/") and name != "...":
+        if not equals and name not in goals and not name.startswith(("-", "build/")) and name != "...":
             return f"the Makefile has no goal {name}"
     return None
 
@@ -261,6 +263,12 @@ def write(path, text):
         file.write(text)
 
 
+def readable(output):
+    """The last lines of what a command printed, without what random weights generate."""
+    text = re.sub(rb"(?m)^@@line \d+\n|[^\n -~]", b"", output).decode()
+    return text[-1500:].strip()
+
+
 def write_program(path, text):
     write(path, text)
     os.chmod(path, 0o755)
@@ -275,7 +283,7 @@ class StandIns:
         for name in ("text/a.txt", "text/b.md", "text/c.c", "text/d.txt"):
             write(self.at(name), "".join(harness.sentence(i, ord(name[5])) for i in range(120)))
         write(self.at("text.txt"), harness.text_of(self.at("text/a.txt")) * 4)
-        turns = [{"prompt": f"What is {i} plus {i + 1}?", "response": f"{i} + {i + 1} = {2 * i + 1}."} for i in range(60)]
+        turns = [{"prompt": f"What is {i} plus {i}?", "response": f"{i} + {i} = {2 * i}."} for i in range(60)]
         write(self.at("examples.jsonl"), "".join(json.dumps(turn) + "\n" for turn in turns))
         questions = [{"ctx": f"{i} and one is", "endings": [str(i + 1), str(i)], "label": 0} for i in range(50)]
         write(self.at("questions.jsonl"), "".join(json.dumps(question) + "\n" for question in questions))
@@ -290,8 +298,8 @@ class StandIns:
         harness.tokenize(self.at("text"), self.at("tokens"), "--val", "0.3", tokenizer=self.at("marks"))
         harness.tokenize(self.at("examples.jsonl"), self.at("examples"), "--val", "0.3", tokenizer=self.at("marks"))
         shape = ["--layers", 2, "--channels", 32, "--heads", 2, "--kv-heads", 1, "--ffn", 64, "--max-positions", 2048]
-        done = run("train", "--model", "llama-1B", *shape, "--vocab-size", 300, "--data", self.at("tokens"), "--out",
-                   self.at("run"), "--steps", 4, "--batch-size", 1, "--seq-len", 32, "--dtype", "fp32", "--save-every", 2)
+        done = run("train", "--model", "llama-1B", *shape, "--vocab-size", 300, "--data", self.at("tokens"),
+                   "--out", self.at("run"), "--steps", 4, "--batch-size", 1, "--seq-len", 32, "--dtype", "fp32")
         if done.returncode:
             raise AssertionError(f"the stand-in for models cannot be trained: {done.stderr}")
         run("convert", self.at("run"), self.at("model"))
@@ -299,7 +307,7 @@ class StandIns:
 
     # What a page names, where it names it, and what stands in for it. Later rows are for what earlier ones do not name.
     NAMES = [
-        (r"(?:>|--out|--output) ?(\S+)", None),                                      # what the page makes
+        (r"(?:>|--out|--output|\bconvert \S+) ?(\S+)", None),                       # what the page makes
         (r"\bNAME=([\w-]+)", None),
         (r"\b(?:TEXT|VAL_TEXT)=(\S+\.jsonl)\b|--text (\S+\.jsonl)\b", "examples.jsonl"),
         (r"--(?:eval-)?multiple-choice (\S+)|(data/text/[\w-]+\.jsonl)", "questions.jsonl"),
@@ -311,7 +319,8 @@ class StandIns:
         (r"\bmake hellaswag\b", "questions.jsonl", "data/text/hellaswag.jsonl"),
         (r"(data/tokens/[\w-]+)|--data ([\w/-]+)(?=\s)", "tokens"),
         (r"(runs/[\w-]+)", "run"),
-        (r"(checkpoints/[\w.-]+)|(?:--model|--base|TOKENIZER=) ?([\w.-]+/[\w./-]+|[A-Z]+)(?=\s)", "model"),
+        (r"(checkpoints/[\w.-]+)", "model"),
+        (r"(?:--model |--base |TOKENIZER=)([\w.-]+/[\w./-]+|[A-Z]+)(?=\s)", "model"),
     ]
 
     def provide(self, text, folder):
@@ -334,16 +343,19 @@ class StandIns:
 
 
 class Tree:
-    """A copy of the project in which blocks run: of what they do not write, most is links."""
+    """A copy of the project in which blocks run. Its directories are its own, most files are links."""
 
     def __init__(self, folder):
         self.folder = folder
         for name in os.listdir(ROOT):
-            if name in ("data", "scripts"):  # Python finds modules and data beside the file that a link leads to
-                shutil.copytree(os.path.join(ROOT, name), os.path.join(folder, name),
-                                ignore=shutil.ignore_patterns("tokens", "text", "__pycache__"))
-            elif name not in ("build", "runs", "checkpoints", "train_gpt", ".git"):
-                os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
+            source, target = os.path.join(ROOT, name), os.path.join(folder, name)
+            if name in ("build", "runs", "checkpoints", "train_gpt", ".git"):
+                continue
+            if name == ".venv" or os.path.isfile(source):
+                os.symlink(source, target)
+            else:
+                shutil.copytree(source, target, copy_function=self.copy,
+                                ignore=shutil.ignore_patterns("__pycache__", *["text", "tokens"] * (name == "data")))
         driver = os.path.join(folder, "build", "cpu", "train_gpt")
         write_program(driver, DRIVER_SCRIPT)
         os.symlink(driver, os.path.join(folder, "train_gpt"))
@@ -354,17 +366,24 @@ class Tree:
         # Nothing is compiled or installed.
         kept = [f"-o {path}" for path in ("build/cpu/train_gpt", "build/cpu/libtrain_gpt_data.so",
                                           "build/cpu/libtrain_gpt_kernels.so", ".venv/bin/python")]
-        write_program(os.path.join(folder, "bin", "make"), MAKE_SCRIPT.format(make=shutil.which("make"), kept=" ".join(kept)))
+        script = MAKE_SCRIPT.format(make=shutil.which("make"), kept=" ".join(kept))
+        write_program(os.path.join(folder, "bin", "make"), script)
         goals, variables = make_names()
         self.environment = {name: value for name, value in ENVIRONMENT.items()
                             if name not in variables and not name.startswith(("MAKE", "MFLAGS", "TRAIN_GPT"))}
-        self.environment |= {"BACKEND": "cpu", "DEPS": "no", "OMP_WAIT_POLICY": "passive", "STEPS": "2", "PIP_NO_INDEX": "1",
+        self.environment |= {"BACKEND": "cpu", "DEPS": "no", "OMP_WAIT_POLICY": "passive", "STEPS": "2",
+                             "PIP_NO_INDEX": "1",
                              "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
                              "PATH": f"{os.path.join(folder, 'bin')}:{os.environ['PATH']}"}
 
+    @staticmethod
+    def copy(source, target):
+        """Python finds modules and data beside the file that a link leads to."""
+        (shutil.copy if source.endswith(".py") else os.symlink)(source, target)
+
     def run(self, text, line=1):
-        """Runs lines of a shell, of which the first is the page's line of that number, as an interactive user would, but
-        ends with the first that fails. Returns (line, what it said) of that, or None."""
+        """Runs lines of a shell up to the first that fails. The first is the page's line of that number. Returns (line,
+        what it said) of the one that fails, or None."""
         script = "\n" * (line - 1) + text
         trap = "trap 'echo \"@@line $LINENO\" >&2' ERR; set -eE -o pipefail; . \"$1\""
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
@@ -372,15 +391,14 @@ class Tree:
             file.flush()
             try:
                 done = subprocess.run(["bash", "-c", trap, "bash", file.name], cwd=self.folder, env=self.environment,
-                                      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                      errors="replace", timeout=BLOCK_S)
+                                      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                      timeout=BLOCK_S)
             except subprocess.TimeoutExpired as expired:
-                return line, f"no end after {BLOCK_S} s: {(expired.stdout or b'')[-2000:].decode(errors='replace')}"
+                return line, f"no end after {BLOCK_S} s: {readable(expired.stdout or b'')}"
         if not done.returncode:
             return None
-        failed = re.findall(r"^@@line (\d+)$", done.stdout, re.M)
-        said = re.sub(r"^@@line \d+\n", "", done.stdout, flags=re.M)
-        return int(failed[0]) if failed else line, f"exit status {done.returncode}: {said[-2000:].strip()}"
+        failed = re.search(rb"^@@line (\d+)$", done.stdout, re.M)
+        return int(failed[1]) if failed else line, f"exit status {done.returncode}: {readable(done.stdout)}"
 
 
 class Docs(unittest.TestCase):
@@ -418,8 +436,8 @@ class Docs(unittest.TestCase):
     def expect_page(self, name):
         page = check_docs.read(name)
         found = [*faults_of(page), *(self.failing_blocks(page) if name in check_docs.pages(RUN) else ())]
-        self.assertEqual([f"{name}:{line}: {what}" for line, what in found], [], "\n".join(
-            f"{name}:{line}: {what}" for line, what in found))
+        if found:
+            self.fail("\n" + "\n".join(f"{name}:{line}: {what}" for line, what in found))
 
     def test_finds_wrong_names(self):
         page = """
@@ -442,8 +460,9 @@ make
 ```text
 make
 ```
-Right: `make data CORPUS=linux [VOCAB=32768]`, `--dtype fp32\\|bf16`, `train --help muon`, `./train_gpt plan --model M ...`,
-`./train_gpt`, `TEXT=folder scripts/run_gpt2_124M.sh`, `train_gpt.cu`, `dev/tests/test_{a,b}.py`, `make -n`, `--lr` `x --y`.
+Right: `make data CORPUS=linux [VOCAB=32768]`, `--dtype fp32\\|bf16`, `train --help muon`,
+`./train_gpt plan --model M ...`, `./train_gpt`, `TEXT=folder scripts/run_gpt2_124M.sh`, `train_gpt.cu`, `make -n`,
+`dev/tests/test_{a,b}.py`, `--lr` `x --y`.
 """.replace("\\\\", "\\")
         found = list(faults_of(page))
         self.assertEqual([line for line, _ in found], [9, 9, 11, 14, 18, 2, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4], found)
