@@ -320,7 +320,7 @@ class StandIns:
         (r"(data/tokens/[\w-]+)|--data ([\w/-]+)(?=\s)", "tokens"),
         (r"(runs/[\w-]+)", "run"),
         (r"(checkpoints/[\w.-]+)", "model"),
-        (r"(?:--model |--base |TOKENIZER=)([\w.-]+/[\w./-]+|[A-Z]+)(?=\s)", "model"),
+        (r"--(?:model|base) ([\w.-]+/[\w./-]+|[A-Z]+)(?=\s)|TOKENIZER=(?!byte|bpe|gpt2)(\S+)", "model"),
     ]
 
     def provide(self, text, folder):
