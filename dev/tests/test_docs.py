@@ -163,7 +163,7 @@ def script_fault(path, words):
     return f"{path} has no option {unknown[0]}" if unknown else None
 
 
-def fault(words):
+def fault(words, between_backquotes=False):
     """What is wrong with the names in a command: None, or a few words."""
     words = list(words)
     while words and (words[0] in WRAPPERS or re.match(r"[A-Z_0-9]+=", words[0])):
@@ -184,9 +184,9 @@ def fault(words):
             return "Debian has no command python: call the script itself, python3 or .venv/bin/python"
         return script_fault(rest[0], rest[1:]) if rest and rest[0].endswith(".py") else None
     if re.match(r"(scripts|data|dev|\.ci)/", name):
-        # A page may also name a file that is not a program, as a module.
         full = os.path.join(ROOT, name)
-        if os.path.isfile(full) and not os.access(full, os.X_OK) and harness.text_of(full).startswith("#!"):
+        only_named = between_backquotes and not rest  # as a module
+        if os.path.isfile(full) and not os.access(full, os.X_OK) and not only_named:
             return f"{name} is not executable"
         return script_fault(name, rest)
     if name.startswith((".venv/bin/", "build/")) or name in OTHERS:
@@ -220,7 +220,7 @@ def span_faults(text):
             continue
         if re.match(r"(\./)?train_gpt$|make$|\.venv/bin/python|python3?$", bare[0]) or \
                 re.match(r"(scripts|data|dev|\.ci)/[\w/]+\.(py|sh)$", bare[0]) and (bare[1:] or bare is not words):
-            yield fault(words)
+            yield fault(words, between_backquotes=True)
         elif bare[0] in driver_options() and any(word.startswith("--") for word in bare):
             yield driver_fault(bare)
         elif bare[0].startswith("--"):
