@@ -8,7 +8,8 @@ block that cannot run here has one line before it:
     <!-- not run: needs a GPU -->
 
 Of these, and of commands between backquotes, the test checks that commands, options, values, make goals, variables and
-scripts exist."""
+scripts exist. A block of commands is one of bash, sh or console, or has no language and a line that begins with one of
+this project's commands."""
 import ast
 import functools
 import json
@@ -179,7 +180,7 @@ def fault(words, between_backquotes=False):
     if base in LAUNCHERS:
         driver = next((i for i, word in enumerate(rest) if os.path.basename(word) == "train_gpt"), None)
         return None if driver is None else driver_fault(rest[driver + 1:])
-    if re.fullmatch(r"(\.venv/bin/)?python3?", name):
+    if re.fullmatch(r"(\.venv/bin/)?python3?|\$\w+", name):
         if name == "python":
             return "Debian has no command python: call the script itself, python3 or .venv/bin/python"
         return script_fault(rest[0], rest[1:]) if rest and rest[0].endswith(".py") else None
@@ -194,9 +195,11 @@ def fault(words, between_backquotes=False):
     return f"there is no command {name}"
 
 
-def faults_of(page):
-    """(line, fault) of the commands of a page's text: in code blocks, and between backquotes."""
+def faults_of(page, runs=True):
+    """(line, fault) of the commands of a page's text: in code blocks, and between backquotes. runs: its blocks run."""
     for block in check_docs.blocks(page):
+        if runs and not block.language and not block.has_commands():
+            yield block.line - 1, "name the language of the block: bash if it holds commands, text if a program's output"
         if block.reason is not None and not block.has_commands():
             yield block.line - 1, "the block has no commands: remove the comment <!-- not run: ... -->"
         elif block.reason == "":
@@ -435,7 +438,8 @@ class Docs(unittest.TestCase):
 
     def expect_page(self, name):
         page = check_docs.read(name)
-        found = [*faults_of(page), *(self.failing_blocks(page) if name in check_docs.pages(RUN) else ())]
+        runs = name in check_docs.pages(RUN)
+        found = [*faults_of(page, runs), *(self.failing_blocks(page) if runs else ())]
         if found:
             self.fail("\n" + "\n".join(f"{name}:{line}: {what}" for line, what in found))
 
@@ -460,12 +464,16 @@ make
 ```text
 make
 ```
+```
+P=python3
+$P scripts/sweep.py
+```
 Right: `make data CORPUS=linux [VOCAB=32768]`, `--dtype fp32\\|bf16`, `train --help muon`,
 `./train_gpt plan --model M ...`, `./train_gpt`, `TEXT=folder scripts/run_gpt2_124M.sh`, `train_gpt.cu`, `make -n`,
 `dev/tests/test_{a,b}.py`, `--lr` `x --y`.
 """.replace("\\\\", "\\")
         found = list(faults_of(page))
-        self.assertEqual([line for line, _ in found], [9, 9, 11, 14, 18, 2, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4], found)
+        self.assertEqual([line for line, _ in found], [9, 9, 11, 14, 18, 21, 2, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4], found)
         self.assertIn((2, "train_gpt train has no option --learning-rate"), found)
         self.assertIn((9, "the Makefile has no variable TXT"), found)
 
