@@ -199,7 +199,7 @@ def faults_of(page, runs=True):
     """(line, fault) of the commands of a page's text: in code blocks, and between backquotes. runs: its blocks run."""
     for block in check_docs.blocks(page):
         if runs and not block.language and not block.has_commands():
-            yield block.line - 1, "name the language of the block: bash if it holds commands, text if a program's output"
+            yield block.line - 1, "name the language of the block: bash for commands, text for what a program prints"
         if block.reason is not None and not block.has_commands():
             yield block.line - 1, "the block has no commands: remove the comment <!-- not run: ... -->"
         elif block.reason == "":
