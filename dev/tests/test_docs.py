@@ -440,8 +440,11 @@ class Docs(unittest.TestCase):
         page = check_docs.read(name)
         runs = name in check_docs.pages(RUN)
         found = [*faults_of(page, runs), *(self.failing_blocks(page) if runs else ())]
-        if found:
+        missing = [what for _, what in found if "`make venv` installs it" in what]
+        if len(found) > len(missing):
             self.fail("\n" + "\n".join(f"{name}:{line}: {what}" for line, what in found))
+        if missing:
+            self.skipTest(missing[0].splitlines()[-1])
 
     def test_finds_wrong_names(self):
         page = """
