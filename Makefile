@@ -453,8 +453,9 @@ format: venv  ## lay out the C++ and CUDA sources by .clang-format
 tidy: venv  ## run clang-tidy's checks of .clang-tidy over the host sources
 	@scripts/tidy.sh
 
-check-format: venv  ## fail where `make format` would change something
+check-format: venv  ## fail where `make format` would change something, and where check_{docs,includes,statements,words}.py find something
 	@scripts/format.sh --check
+	@for check in docs includes statements words; do $(PYTHON) scripts/check_$$check.py; done
 
 clean:  ## remove what was built (not data/, runs/ or .venv)
 	rm -rf build train_gpt

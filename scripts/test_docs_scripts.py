@@ -1,38 +1,36 @@
 #!/usr/bin/env python3
 """Scripts that the documentation calls by their names can be called so, also where only .venv has their packages."""
-import glob
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import unittest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-PAGES = ["README.md", "CONTRIBUTING.md", "dev/README.md", "docs/*/*.md"]
+sys.path.insert(0, os.path.join(ROOT, "scripts"))
+import check_docs  # noqa: E402
+
+PAGES = "README.md CONTRIBUTING.md dev/README.md docs/*/*.md"
 
 
-def called_scripts(text):
-    """Those that stand where a command begins: in a code block, or between backquotes."""
-    found, in_code = set(), False
-    for line in text.splitlines():
-        if line.startswith("```"):
-            in_code = not in_code
-        for command in [line] if in_code else re.findall(r"`([^`]+)`", line):
-            for part in re.split(r"&&|\|", command):
-                match = re.match(r"\s*(?:sudo\s+)?(?:[A-Z_]+=\S+\s+)*((?:scripts|dev|data)/[\w/]+\.(?:py|sh))\b", part)
-                if match:
-                    found.add(match[1])
+def called_scripts(page):
+    """Those that a command of the page's text begins with."""
+    found = set()
+    for _, words in check_docs.page_commands(page):
+        while words and (words[0] == "sudo" or re.match(r"[A-Z_]+=", words[0])):
+            words = words[1:]
+        if words and re.fullmatch(r"(scripts|dev|data)/[\w/]+\.(py|sh)", words[0]):
+            found.add(words[0])
     return found
 
 
 class DocsScriptsTest(unittest.TestCase):
     def scripts(self):
         found = {}
-        for pattern in PAGES:
-            for page in glob.glob(os.path.join(ROOT, pattern)):
-                with open(page, encoding="utf-8") as file:
-                    for script in called_scripts(file.read()):
-                        found.setdefault(script, os.path.relpath(page, ROOT))
+        for page in check_docs.pages(PAGES):
+            for script in called_scripts(check_docs.read(page)):
+                found.setdefault(script, page)
         return found
 
     def test_finds_commands(self):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints the tables of docs/understand/scaling.md: for each ZeRO stage and number of GPUs, the bytes that a step communicates, the time of
+"""Prints the tables of docs/log/scaling.md: for each ZeRO stage and number of GPUs, the bytes that a step communicates, the time of
 that and the compute time. Shapes and FLOP counts come from the driver; everything else is an option.
 
     dev/peers/scaling_table.py                                  the page's tables
