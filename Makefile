@@ -192,16 +192,17 @@ DATA_LIB := $(BUILD)/libtrain_gpt_data.so
 DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuffix .cpp,added_tokens bpe chat_template conversation_json data_library \
     declared_tokens example splitter token_text tokenizer tokenizer_settings unicode utf8)) runtime/files/files.cpp runtime/files/json_keys.cpp
 
-# The sources of each of these directories make one object, and so do those of the data library that are not of
-# data/jinja, unless JUMBO=no: headers and the templates of CLI11 and nlohmann/json then compile once for a directory and
-# not in every file, which halves the time of a whole build. Others stay as they are: families of models, and kernels,
-# define the same names in several files, and a sanitized build optimises files of runtime/ differently.
-LIBRARY_GROUP := $(filter-out data/jinja/%,$(DATA_LIB_SOURCES))
+# The sources of each of these directories make one object, unless JUMBO=no: headers and the templates of CLI11 and
+# nlohmann/json then compile once for a directory and not in every file, which halves the time of a whole build. What the
+# data library takes of data/ is an object of its own, data/library/jumbo.cpp.o. Others stay as they are: families of models,
+# and kernels, define the same names in several files, and a sanitized build optimises files of runtime/ differently.
 JUMBO_DIRS := $(if $(filter no,$(JUMBO)),,commands data data/jinja data/library driver infer parallel runtime/device runtime/files runtime/model)
-jumbo_sources = $(if $(filter data/library,$(1)),$(LIBRARY_GROUP),$(filter-out $(LIBRARY_GROUP),$(filter $(wildcard $(1)/*.cpp),$(SOURCES))))
-OBJECTS := $(JUMBO_DIRS:%=$(BUILD)/%/jumbo.cpp.o) \
-           $(patsubst %,$(BUILD)/%.o,$(filter-out $(foreach dir,$(JUMBO_DIRS),$(call jumbo_sources,$(dir))),$(SOURCES)))
-DATA_LIB_OBJECTS := $(if $(JUMBO_DIRS),$(BUILD)/data/jinja/jumbo.cpp.o $(BUILD)/data/library/jumbo.cpp.o,$(DATA_LIB_SOURCES:%=$(BUILD)/%.o))
+LIBRARY_GROUP := $(filter-out data/jinja/%,$(filter data/%,$(DATA_LIB_SOURCES)))
+jumbo_sources = $(if $(filter data/library,$(1)),$(LIBRARY_GROUP),$(filter-out $(filter-out data/jinja/%,$(DATA_LIB_SOURCES)),$(filter $(wildcard $(1)/*.cpp),$(SOURCES))))
+# The objects of sources: groups, and single files.
+objects = $(patsubst %,$(BUILD)/%.o,$(foreach dir,$(JUMBO_DIRS),$(if $(filter $(call jumbo_sources,$(dir)),$(1)),$(dir)/jumbo.cpp)) \
+    $(filter-out $(foreach dir,$(JUMBO_DIRS),$(call jumbo_sources,$(dir))),$(1)))
+OBJECTS := $(call objects,$(SOURCES))
 
 # ---- rules ------------------------------------------------------------------------------------------------------------
 # The stamps change only when their text does: another flag, compiler or library recompiles, a removed source re-archives.
@@ -280,13 +281,13 @@ $(BUILD)/build_lines.cpp.o: $(BUILD)/build_lines.cpp $(BUILD)/flags
 $(KERNEL_LIB): private LIBS := $(filter-out $(TOKENIZER_LIBS),$(LIBS))
 $(KERNEL_LIB): private TRANSPORT_LIBS :=
 $(KERNEL_LIB): $(BUILD)/tensor_library/train_gpt_kernels.cpp.o $(LIB) tensor_library/train_gpt_kernels.map
-	$(LINK) -shared -Wl,--version-script=tensor_library/train_gpt_kernels.map
+	$(LINK) -shared -Wl,-z,defs,--version-script=tensor_library/train_gpt_kernels.map
 
 $(DATA_LIB): private LIBS := $(TOKENIZER_LIBS) -pthread
 $(DATA_LIB): private TRANSPORT_LIBS :=
 $(DATA_LIB): private ONEDNN_LIBS :=
-$(DATA_LIB): $(DATA_LIB_OBJECTS) data/data_library.map
-	$(LINK) -shared -Wl,--version-script=data/data_library.map
+$(DATA_LIB): $(call objects,$(DATA_LIB_SOURCES)) data/data_library.map
+	$(LINK) -shared -Wl,-z,defs,--version-script=data/data_library.map
 
 # Objects of the sources that the backend picks.
 object = $(patsubst %,$(BUILD)/%.o,$(foreach stem,$(1),$(call source,$(stem))))
