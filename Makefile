@@ -115,13 +115,13 @@ HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hid
 # several: the bits would depend on how rows are blocked, and so on the number of threads.
 HOST_FLAGS += $(if $(shell $(CXX) --version 2>/dev/null | grep -i clang),,--param=avoid-fma-max-bits=0)
 COMPILE = $(CXX) -std=c++20 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
-PCRE2_LIBS := $(UNPACKED_LIBS) -lpcre2-8
+PCRE2_LIBS := -lpcre2-8
 ifneq ($(PCRE2),)
   PREPROCESS += -isystem $(PCRE2)/include
   PCRE2_LIBS := -L$(PCRE2)/lib -Wl,-rpath,$(PCRE2)/lib -lpcre2-8
 endif
 TOKENIZER_LIBS := $(PCRE2_LIBS) -lutf8proc
-LIBS := $(TOKENIZER_LIBS) -pthread -ldl
+LIBS := $(TOKENIZER_LIBS) $(UNPACKED_LIBS) -pthread -ldl
 
 # In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in tensor_library/, runtime/ and dev/; nothing above these directories asks.
 MODULES := driver kernels kernels/* tensor_library runtime runtime/* models parallel data data/jinja infer commands
@@ -283,7 +283,7 @@ $(KERNEL_LIB): private TRANSPORT_LIBS :=
 $(KERNEL_LIB): $(BUILD)/tensor_library/train_gpt_kernels.cpp.o $(LIB) tensor_library/train_gpt_kernels.map
 	$(LINK) -shared -Wl,-z,defs,--version-script=tensor_library/train_gpt_kernels.map
 
-$(DATA_LIB): private LIBS := $(TOKENIZER_LIBS) -pthread
+$(DATA_LIB): private LIBS := $(TOKENIZER_LIBS) $(UNPACKED_LIBS) -pthread
 $(DATA_LIB): private TRANSPORT_LIBS :=
 $(DATA_LIB): private ONEDNN_LIBS :=
 $(DATA_LIB): $(call objects,$(DATA_LIB_SOURCES)) data/data_library.map

@@ -8,6 +8,7 @@
 Training values are named train/loss, train/lr and so on, evaluations val/loss and val/bits_per_byte. The last step gets
 the modification time of the log; earlier steps are placed by their durations. Earlier exports are replaced.
 """
+import in_venv  # noqa: F401
 import argparse
 import glob
 import os

@@ -1,4 +1,5 @@
 """The main function of plotting scripts: an error is printed as one line."""
+import in_venv  # noqa: F401
 import sys
 
 from printable import printable

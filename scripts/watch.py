@@ -8,6 +8,7 @@
 It reads log.jsonl and run.toml only, so it does not disturb a run and may be started on another machine that sees the
 files.
 """
+import in_venv  # noqa: F401
 import argparse
 import os
 import re
@@ -150,8 +151,7 @@ def main():
         from rich.console import Console
         from rich.live import Live
     except ImportError:
-        print("watch: the Python package rich is not here; `make venv` installs it: .venv/bin/python scripts/watch.py",
-              file=sys.stderr)
+        print("watch: the Python package rich is missing; `make venv` installs it", file=sys.stderr)
         return 3
     console, logs = Console(), [RunLog(run) for run in args.runs]
     missing = [log.path for log in logs if not os.path.exists(log.path)]
