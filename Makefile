@@ -67,7 +67,7 @@ endif
 endif
 
 # What `make deps` unpacked where nobody may install.
-UNPACKED := $(wildcard $(CURDIR)/.deps/usr)
+UNPACKED := $(realpath .deps/usr)
 ifneq ($(UNPACKED),)
   export PATH := $(PATH):$(UNPACKED)/bin
   CXX := $(or $(if $(shell command -v $(firstword $(CXX))),$(CXX)),$(wildcard $(UNPACKED)/bin/$(CXX)),$(CXX))

@@ -131,8 +131,15 @@ unpack() {
     done
     libraries=$(echo "$top"/usr/lib/*-linux-gnu)
     [[ ! -e $libraries/libc.so ]] || sed -i 's|/[^ ]*/\(libc_nonshared\.a\)|\1|' "$libraries/libc.so"
-    # What alternatives would name.
-    [[ ! -e $top/usr/bin/gcc ]] || ln -sfn gcc "$top/usr/bin/cc"
+    if [[ -e $top/usr/bin/gcc ]]; then
+        ln -sfn gcc "$top/usr/bin/cc"  # which alternatives would name
+        # The C library's headers, in a directory that a GCC which was moved looks into.
+        mkdir -p "$top/usr/${libraries##*/}/include"
+        for file in "$top"/usr/include/"${libraries##*/}"/* "$top"/usr/include/*; do
+            link=$top/usr/${libraries##*/}/include/${file##*/}
+            [[ -e $link || ${file##*/} == c++ ]] || ln -snr "$file" "$link"
+        done
+    fi
     find "$top/usr" \( -path '*/bin/*' -o -path '*/gcc/*' \) -type f -perm -u+x | while read -r file; do
         [[ $(LC_ALL=C ldd "$file" 2>/dev/null) != *"not found"* ]] ||
             "$top/usr/bin/patchelf" --force-rpath --set-rpath "\$ORIGIN/$(realpath --relative-to="${file%/*}" "$libraries")" "$file"

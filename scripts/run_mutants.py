@@ -171,7 +171,8 @@ class Build:
                 copy = os.path.join(tree, name)
                 os.makedirs(os.path.dirname(copy), exist_ok=True)
                 shutil.copy2(name, copy)
-        os.symlink(os.path.abspath(".venv"), os.path.join(tree, ".venv"))
+        for name in filter(os.path.exists, (".venv", ".deps")):
+            os.symlink(os.path.abspath(name), os.path.join(tree, name))
         subprocess.run(["ar", "rcsT", *self.archive], cwd=tree, check=True)
 
     def objects(self, file):

@@ -354,7 +354,7 @@ class Tree:
             source, target = os.path.join(ROOT, name), os.path.join(folder, name)
             if name in ("build", "runs", "checkpoints", "train_gpt", ".git"):
                 continue
-            if name == ".venv" or os.path.isfile(source):
+            if name in (".venv", ".deps") or os.path.isfile(source):
                 os.symlink(source, target)
             else:
                 shutil.copytree(source, target, copy_function=self.copy,
