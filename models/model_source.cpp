@@ -45,26 +45,25 @@ void append_end_tokens(const json& object, int64_t vocab_size, std::vector<int32
     }
 }
 
-// {} if there is none. An adapter that was trained on conversations has one of its own.
-json generation_config(const ModelSource& source) {
+}  // namespace
+
+JsonKeys generation_config(const ModelSource& source) {
     for (const std::string& directory : {source.adapter, source.directory}) {
         const std::string path = join_path(directory, GENERATION_CONFIG);
-        if (!directory.empty() && path_exists(path)) return read_json(path);
+        if (!directory.empty() && path_exists(path)) return {path, read_json(path)};
     }
-    return json::object();
+    return {"", json::object()};
 }
-
-}  // namespace
 
 std::vector<int32_t> declared_end_tokens(const ModelSource& source) {
     std::vector<int32_t> ids;
     append_end_tokens(source.original_config, source.config.vocab_size, ids);
-    append_end_tokens(generation_config(source), source.config.vocab_size, ids);
+    append_end_tokens(generation_config(source).object, source.config.vocab_size, ids);
     return ids;
 }
 
 void add_end_tokens(const std::string& directory, const ModelSource& source, const std::vector<int32_t>& ids) {
-    json object = generation_config(source);
+    json object = generation_config(source).object;
     if (object.empty()) {  // without the file transformers takes these keys from config.json
         const ModelConfig& c = source.config;
         object = {{"eos_token_id", source.original_config.value("eos_token_id", json(c.eos))}};

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "runtime/files/checkpoint_directory.h"
+#include "runtime/files/json_keys.h"
 #include "runtime/files/weight_files.h"
 #include "runtime/model/model_config.h"
 
@@ -30,6 +31,9 @@ std::string find_adapter(const std::string& name);
 // load_weights() and open_weight_source() of the model's directory, with the adapter added while weights are read.
 std::string load_weights(const ModelSource& source, const ParamTable& table, const WeightArenas& arenas);
 WeightSource open_weight_source(const ModelSource& source, const ParamTable& table);
+
+// The model's generation_config.json, or its adapter's; without keys if there is none.
+JsonKeys generation_config(const ModelSource& source);
 
 // The tokens that end a text: eos_token_id, a number or a list, of config.json and of generation_config.json, an
 // adapter's included. Ids beyond the vocabulary are left out.
