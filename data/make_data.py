@@ -569,7 +569,8 @@ def fingerprint_of(options, files):
     if tokenizer not in ("byte", "bpe", "gpt2"):
         paths = [tokenizer_path(tokenizer), *declaring_files(tokenizer)]
         if os.path.isdir(tokenizer):
-            paths.append(os.path.join(tokenizer, "chat_template.jinja"))
+            paths += [os.path.join(tokenizer, one)
+                      for one in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")]
         status += [(path, read_text(path)) for path in paths if os.path.exists(path)]
     return hashlib.sha256(json.dumps([settings, status, text_input.INPUT_CHUNK]).encode()).hexdigest()
 

@@ -36,6 +36,12 @@ AdjustValues adapter_of(const ModelSource& source, const ParamTable& table) {
 
 constexpr const char* GENERATION_CONFIG = "generation_config.json";
 
+constexpr const char* MORE_TEMPLATES = "additional_chat_templates";
+
+void carry(const std::string& from, const std::string& to) {
+    if (!is_directory(from) && !path_exists(to)) write_file(to, read_file(from));
+}
+
 void append_end_tokens(const json& object, int64_t vocab_size, std::vector<int32_t>& ids) {
     const json eos = object.value("eos_token_id", json());
     for (const json& id : eos.is_array() ? eos : json::array({eos})) {
@@ -133,9 +139,12 @@ void save_model_files(const std::string& directory, const ModelConfig& config, c
     for (const std::string& source : carry_from) {
         if (source.empty()) continue;
         for (const std::string& name : list_directory(source)) {
-            const std::string from = join_path(source, name), to = join_path(directory, name);
             const bool wanted = carried.count(name) || starts_with(name, "chat_template.");
-            if (wanted && !is_directory(from) && !path_exists(to)) write_file(to, read_file(from));
+            if (wanted) carry(join_path(source, name), join_path(directory, name));
         }
+        const std::string more = join_path(source, MORE_TEMPLATES), target = join_path(directory, MORE_TEMPLATES);
+        if (!is_directory(more)) continue;
+        make_directories(target);
+        for (const std::string& name : list_directory(more)) carry(join_path(more, name), join_path(target, name));
     }
 }

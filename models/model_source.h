@@ -44,7 +44,7 @@ std::vector<int32_t> declared_end_tokens(const ModelSource& source);
 void add_end_tokens(const std::string& directory, const ModelSource& source, const std::vector<int32_t>& ids);
 
 // Writes the files of a model directory other than the weights: config.json, and tokenizer.json, tokenizer_config.json,
-// special_tokens_map.json, added_tokens.json, generation_config.json and chat_template.* copied from the `carry_from`
-// directories (the first that has a file wins; empty names are skipped).
+// special_tokens_map.json, added_tokens.json, generation_config.json, chat_template.* and additional_chat_templates/
+// copied from the `carry_from` directories (the first that has a file wins; empty names are skipped).
 void save_model_files(const std::string& directory, const ModelConfig& config, const nlohmann::json& original_config,
                       const std::vector<std::string>& carry_from);

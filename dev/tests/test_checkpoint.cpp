@@ -735,10 +735,14 @@ TEST(Checkpoints, CopiesModelFiles) {
                              "special_tokens_map.json", "chat_template.jinja", "model.safetensors", "config.json"}) {
         put_file(dir.file(str("model/", name)), "model's");
     }
+    make_directories(dir.file("model/additional_chat_templates"));
+    put_file(dir.file("model/additional_chat_templates/tool_use.jinja"), "model's");
     save_model_files(dir.file("out"), small_config(), {{"unknown", 1}}, {"", dir.file("data"), dir.file("model")});
+    EXPECT_EQ(read_file(dir.file("out/additional_chat_templates/tool_use.jinja")), "model's");
     EXPECT_EQ(list_directory(dir.file("out")),
-              (std::vector<std::string>{"chat_template.jinja", "config.json", "generation_config.json",
-                                        "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}));
+              (std::vector<std::string>{"additional_chat_templates", "chat_template.jinja", "config.json",
+                                        "generation_config.json", "special_tokens_map.json", "tokenizer.json",
+                                        "tokenizer_config.json"}));
     EXPECT_EQ(read_file(dir.file("out/tokenizer.json")), "data's");
     EXPECT_EQ(read_json(dir.file("out/config.json"))["unknown"], 1);
 }
