@@ -50,8 +50,8 @@ ConversationInput read_conversation(std::string_view json, bool parts) {
     ConversationInput out;
     add_texts(root, out.texts);
     for (const ordered_json& message : root.at("messages")) out.messages.push_back(read_message(message, parts));
-    const size_t inputs = root.value("inputs", size_t(0));
-    for (size_t i = 0; i < inputs; i++) out.messages[i].is_input = true;
+    for (const ordered_json& i : root.value("inputs", ordered_json::array()))
+        out.messages.at(i.get<size_t>()).is_input = true;
     for (const char* name : {"tools", "documents"})
         if (root.contains(name)) out.variables.emplace_back(name, jinja::Value(root[name], jinja::CONTENT));
     if (root.contains("chat_template_kwargs"))

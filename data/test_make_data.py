@@ -998,6 +998,21 @@ class Templates(DataTest):
         self.assertEqual(text, "".join(f"<|im_start|>{r}|{c}<|im_end|>" for r, c in zip(
             ("user", "assistant", "user", "assistant"), "abcd")))
         self.assertEqual(learnt, "d<|im_end|>")
+        # A turn of weight 0 is an input, too, and the weight reaches no template.
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0},
+                 {"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "weight": 1}]
+        printed = template.replace("m.content", "m.content ~ m.weight")
+        self.assertEqual(self.both({"messages": turns}, printed), (text, "d<|im_end|>"))
+        folder = self.tokenizer(template)
+        for weight, part in ((0, "conversations without a response"),
+                             (0.5, "a.jsonl:1: message 2 has the weight 0.5; give 1, or 0 for")):
+            path = self.write("a.jsonl", json.dumps({"messages": [turns[0], {**turns[1], "weight": weight}]}).encode())
+            if weight:
+                self.refused(part, "--text", path, "--tokenizer", folder, "--val", "0")
+            else:
+                other = self.write("b.jsonl", json.dumps({"messages": turns}).encode())
+                meta = self.make("--text", path, other, "--tokenizer", folder, "--val", "0")
+                self.assertEqual(meta["left_out"], {part: 1})
         row = {"system": "S", "conversations": [{"from": "human", "value": "a"},
                                                 {"from": "observation", "value": "b"}, {"from": "gpt", "value": "c"}]}
         text, learnt = self.both(row, template)
