@@ -678,6 +678,11 @@ def make(options, directory):
         raise DataError("no validation text; "
                         + ("every file of --val-text is empty or left out" if val_files else "give a larger --val"))
 
+    for side, writer in zip(SIDES, writers):
+        if writer.tokens and not writer.loss_tokens and "conversations" in totals.found:
+            raise DataError(f"no loss tokens for {side}: the chat template writes nothing of the responses; use another "
+                            "template, or --no-chat-template")
+
     meta = {"name": options.name, "tokenizer": options.tokenizer, "vocab_size": encoder.vocab_size,
             "end_of_text": encoder.end_of_text}
     for side, writer, count in zip(SIDES, writers, totals.sides):

@@ -1019,6 +1019,13 @@ class Templates(DataTest):
         self.assertEqual(text, "".join(f"<|im_start|>{r}|{c}<|im_end|>" for r, c in zip(
             ("system", "user", "tool", "assistant"), "Sabc")))
 
+    def test_no_loss_tokens(self):
+        folder = self.tokenizer("{{ messages[0].content }}")
+        row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+        path = self.write("a.jsonl", json.dumps(row).encode())
+        self.refused("no loss tokens for train: the chat template writes nothing of the responses", "--text", path,
+                     "--tokenizer", folder, "--val", "0")
+
     def test_refused(self):
         user = {"role": "user", "content": "a"}
         for template, messages, part in (
