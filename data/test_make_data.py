@@ -878,6 +878,14 @@ class OtherTokenizers(DataTest):
             self.refused(part, "--tokenizer", folder, "--val", "0", "--text", pair)
 
 
+class Folders(unittest.TestCase):
+    def test_a_folder_that_cannot_be_listed_is_an_error(self):
+        """os.walk() passes over it: the data would lack its files."""
+        denied = PermissionError(13, "Permission denied", "inner")
+        with mock.patch("os.scandir", side_effect=denied), self.assertRaisesRegex(PermissionError, "inner"):
+            text_input.find_files([os.path.dirname(os.path.abspath(__file__))])
+
+
 class Templates(DataTest):
     """What reaches a chat template is what transformers' apply_chat_template(messages, tools=…, documents=…) gives to
     it: keys without a value are left out, reasoning has the names that templates read (transformers 5.24)."""
