@@ -22,11 +22,11 @@ std::map<std::string, std::string> read_templates(const json& config, const std:
     if (found.is_null()) return {};
     if (found.is_string()) return {{"default", found.get<std::string>()}};
     const std::string where = path + ": chat_template";
-    require(found.is_array() || found.is_object(), where, " is ", found.dump(),
+    require(found.is_array() || found.is_object(), where, " is ", shown(found),
             "; it must be a template, or an object of templates by name");
     json by_name = found.is_object() ? found : json::object();
     for (const json& one : found.is_array() ? found : json::array()) {
-        require(one.is_object() && one.value("name", json()).is_string(), where, " is a list with ", one.dump(),
+        require(one.is_object() && one.value("name", json()).is_string(), where, " is a list with ", shown(one),
                 "; its elements must be {\"name\": ..., \"template\": ...}");
         by_name[one["name"].get<std::string>()] = one.value("template", json());
     }
@@ -37,7 +37,7 @@ std::map<std::string, std::string> read_templates(const json& config, const std:
     std::map<std::string, std::string> out;
     for (const char* name : {"default", "tool_use"}) {
         if (!by_name.contains(name)) continue;
-        require(by_name[name].is_string(), where, ": the template '", name, "' is ", by_name[name].dump(),
+        require(by_name[name].is_string(), where, ": the template '", name, "' is ", shown(by_name[name]),
                 ", not text");
         out[name] = by_name[name].get<std::string>();
     }

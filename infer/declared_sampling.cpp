@@ -61,7 +61,7 @@ bool is_off(const json& value, double off) {
     return value.empty() || value == false || value == off;
 }
 
-std::string shown(double value) {
+std::string short_form(double value) {
     return json(value == double(int64_t(value)) ? json(int64_t(value)) : json(value)).dump();
 }
 
@@ -79,9 +79,9 @@ std::string take_declared_sampling(const JsonKeys& file, const std::function<boo
         if (value.is_null()) continue;
         const bool valid = value.is_number() && value >= d.low && value <= d.high;
         const bool whole = d.key != std::string("top_k") || (valid && value.get<double>() == value.get<int64_t>());
-        require(valid && whole, file.path, ": key '", d.key, "' is ",
-                value.dump(-1, ' ', true, json::error_handler_t::replace), ", expected a ", whole ? "" : "whole ",
-                "number from ", shown(d.low), " to ", shown(d.high), "; correct it, or give ", d.option);
+        require(valid && whole, file.path, ": key '", d.key, "' is ", shown(value), ", expected a ",
+                whole ? "" : "whole ", "number from ", short_form(d.low), " to ", short_form(d.high),
+                "; correct it, or give ", d.option);
         d.set(options, value.get<double>());
         set += str(" ", d.option, " ", value.dump());
     }

@@ -7,6 +7,7 @@
 #include "models/family.h"
 #include "models/lora_adapter.h"
 #include "runtime/files/files.h"
+#include "runtime/files/json_keys.h"
 #include "runtime/text.h"
 
 using nlohmann::json;

@@ -7,9 +7,10 @@
 #include <vector>
 
 #include "runtime/files/checkpoint_directory.h"
-#include "runtime/files/json_keys.h"
 #include "runtime/files/weight_files.h"
 #include "runtime/model/model_config.h"
+
+struct JsonKeys;  // runtime/files/json_keys.h
 
 // A model as the user named it: a preset, a model directory, or a run directory (its newest complete checkpoint).
 // Relative paths stay as given. A preset's name always means the preset; write "./gpt2-tiny" for a directory.

@@ -593,6 +593,14 @@ TEST(Json, DamageIsAOneLineError) {
     write_file(path, R"({"NaN \\\" NaN": NaN, "x": [Infinity, -Infinity, "Infinity"], "model_type": "mamba2"})");
     EXPECT_EQ(read_json(path), json::parse(R"({"NaN \\\" NaN": "NaN", "x": ["Infinity", "-Infinity", "Infinity"],
                                               "model_type": "mamba2"})"));
+    // With keys in the order of the file; of a key that is there twice the last value counts.
+    for (const char* text : {R"({"b": [1, -2, 2.5, null, true, {"z": {}, "a": []}], "a": "x", "b": 3, "c": {"b": 1}})",
+                             R"({"": {"": 18446744073709551615}})"}) {
+        write_file(path, text);
+        EXPECT_EQ(read_ordered_json(path).dump(), nlohmann::ordered_json::parse(text).dump());
+    }
+    write_file(path, "[1]");
+    expect_error([&] { read_ordered_json(path); }, {path, "not an object", "damaged"});
     write_file(path, R"({"x": Infinity, "y": nan})");
     expect_error([&] { read_json(path); }, {path, "broken JSON at byte 7"});
     for (const char* text : {"{}", "{\"seq_len\": \"x\"}", "{\"seq_len\": 1.5}"}) {
