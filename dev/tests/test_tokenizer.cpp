@@ -306,6 +306,15 @@ std::string error_with_settings(const json& tokenizer, const char* settings) {
     return "";
 }
 
+// Such a file is not part of a model directory: neither settings nor declared tokens beside it are its own.
+TEST(Tokenizer, AFileOfAnotherNameHasNothingToDoWithTheFilesBesideIt) {
+    const TempDir dir;
+    write_file(dir.file("other.json"), description("gpt2").dump());
+    write_file(dir.file("tokenizer_config.json"), R"({"add_bos_token": true, "pad_token": "<new>"})");
+    const Tokenizer alone(dir.file("other.json"));
+    EXPECT_EQ(alone.vocab_size(), make(description("gpt2")).vocab_size());
+}
+
 TEST(Tokenizer, SettingsThatChangeTokensAreErrors) {
     const json plain = description("gpt2");
     json start = description("llama2");
