@@ -14,6 +14,7 @@
 
 #include "data/loader.h"
 #include "data/multiple_choice.h"
+#include "driver/angle_rows.h"
 #include "driver/block_inputs.h"
 #include "driver/fp8_state.h"
 #include "driver/nf4_base.h"
@@ -231,6 +232,7 @@ class Activations : public InputActs, public HeadActs {
     Tensor loss_sum;                           // SUM_LOSS of this rank's row of sums
     std::unique_ptr<Fp8State> fp8;             // null: all matmuls are in the model's dtype
     std::unique_ptr<Staging> staging;          // pinned memory that inputs are copied through
+    std::unique_ptr<AngleRows> angles;         // what angle_rows() works with; null: the table is by position
 
     std::unique_ptr<BlockInputs> host_inputs;  // the blocks' inputs in host memory; null: they stay on the device
 
@@ -243,9 +245,8 @@ class Activations : public InputActs, public HeadActs {
     // the next micro-step; the angles of each token. The scalars of a step use another buffer.
     int64_t staging_bytes() const;
     // The row of rope_table for each token of a batch. Dynamic NTK scaling beyond the original length has a row for
-    // each token, because its angles depend on the length of its sequence: uploads them and
-    // returns `rows`, which it fills.
-    const std::vector<int32_t>& angle_rows(const Batch& batch, Stream stream, std::vector<int32_t>& rows) const;
+    // each token, because its angles depend on the length of its sequence, and uploads them.
+    const std::vector<int32_t>& angle_rows(const Batch& batch, Stream stream) const;
     static constexpr int STAGING_BUFFERS = 4;
     bool uses_fp8(int64_t l) const { return fp8 && fp8->options.in_layer(l, config.layers); }
     Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }

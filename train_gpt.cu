@@ -224,9 +224,7 @@ Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bo
         return t;
     };
     acts.staging->next();
-    std::vector<int32_t> angles;
-    const std::vector<int32_t>& positions = acts.angle_rows(batch, ctx.stream, angles);
-    Input in{n, put(acts.tokens, batch.tokens), put(acts.positions, positions), {}, {}, {}};
+    Input in{n, put(acts.tokens, batch.tokens), put(acts.positions, acts.angle_rows(batch, ctx.stream)), {}, {}, {}};
     std::vector<int32_t> rows;
     if (loss_tokens_only) rows = find_loss_rows(acts, batch.targets);
     if (!rows.empty()) {

@@ -61,7 +61,7 @@ void run_chat(const Args& args) {
     EngineOptions engine_options;
     engine_options.context = o.context ? o.context : std::min<int64_t>(source.config.max_positions, 4096);
     engine_options.dtype = o.model.type();
-    engine_options.sampling = sampling_options(o.sampling);
+    engine_options.sampling = sampling_options(o.sampling, source, args);
     engine_options.sampled_vocab = sampled_vocab(source.config, &tokenizer);
     LoadedEngine m(ctx, source, engine_options, false);
     options.response.max_tokens = o.max_tokens;

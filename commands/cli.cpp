@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include "commands/help.h"
+#include "infer/declared_sampling.h"
 #include "runtime/console.h"
 #include "runtime/device/device.h"
 #include "runtime/text.h"
@@ -463,6 +464,9 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
 }
 
 void add_sampling_flags(CLI::App& app, SamplingFlags& o) {
+    app.description(app.get_description() +
+                    " Sampling options that are not given have the values that the model's generation_config.json "
+                    "declares, if it does.");
     app.add_option("--repeat-penalty", o.repeat_penalty,
                    "divides the positive and multiplies the negative logits of tokens that are already in the context; "
                    "applied before --temperature; 1: off")
@@ -659,8 +663,13 @@ void choose_training_dtype(ModelOptions& model, bool master_weights, const std::
                              master_weights ? "--dtype fp32" : "--master-weights off", "; leave master out"));
 }
 
-SamplingOptions sampling_options(const SamplingFlags& o) {
-    return {float(o.temperature), o.top_k, o.seed, float(o.top_p), float(o.min_p), float(o.repeat_penalty)};
+SamplingOptions sampling_options(const SamplingFlags& o, const ModelSource& source, const Args& args) {
+    SamplingOptions out = {float(o.temperature), o.top_k,        o.seed,
+                           float(o.top_p),       float(o.min_p), float(o.repeat_penalty)};
+    const auto is_given = [&](const std::string& option) { return is_typed(option, args); };
+    const std::string note = take_declared_sampling(generation_config(source), is_given, out);
+    if (!note.empty()) std::cerr << "train_gpt: " << note << "\n";
+    return out;
 }
 
 void print_result(const nlohmann::ordered_json& result, bool as_json) {

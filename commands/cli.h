@@ -36,7 +36,8 @@ void add_base_option(CLI::App& app, std::string& base);
 // training: --dtype auto exists and is the default.
 void add_model_options(CLI::App& app, ModelOptions& options, bool training = false);
 void add_sampling_flags(CLI::App& app, SamplingFlags& options);
-SamplingOptions sampling_options(const SamplingFlags& flags);
+// With what the model's generation_config.json declares where no option is typed. A note on stderr says so.
+SamplingOptions sampling_options(const SamplingFlags& flags, const ModelSource& source, const Args& args);
 // --context and --context-full. default_context: help text for the default of --context.
 void add_context_options(CLI::App& app, int64_t& context, ContextPolicy& policy, const std::string& default_context);
 // --gpus, --rendezvous and --comm-timeout. They belong to the launch, not to the run, so run.toml does not hold them.

@@ -12,6 +12,8 @@ using nlohmann::json;
 
 namespace {
 
+constexpr int64_t LONGEST = int64_t(1) << 24;  // bytes of a file
+
 // `chat_template` as transformers reads it: text; or several templates by name, as an object or as a list of {"name",
 // "template"}, of which conversations use the one named default, and those with tools the one named tool_use. Returns
 // those two; empty if there is none.
@@ -20,11 +22,11 @@ std::map<std::string, std::string> read_templates(const json& config, const std:
     if (found.is_null()) return {};
     if (found.is_string()) return {{"default", found.get<std::string>()}};
     const std::string where = path + ": chat_template";
-    require(found.is_array() || found.is_object(), where, " is ", found.dump(),
+    require(found.is_array() || found.is_object(), where, " is ", shown(found),
             "; it must be a template, or an object of templates by name");
     json by_name = found.is_object() ? found : json::object();
     for (const json& one : found.is_array() ? found : json::array()) {
-        require(one.is_object() && one.value("name", json()).is_string(), where, " is a list with ", one.dump(),
+        require(one.is_object() && one.value("name", json()).is_string(), where, " is a list with ", shown(one),
                 "; its elements must be {\"name\": ..., \"template\": ...}");
         by_name[one["name"].get<std::string>()] = one.value("template", json());
     }
@@ -35,7 +37,7 @@ std::map<std::string, std::string> read_templates(const json& config, const std:
     std::map<std::string, std::string> out;
     for (const char* name : {"default", "tool_use"}) {
         if (!by_name.contains(name)) continue;
-        require(by_name[name].is_string(), where, ": the template '", name, "' is ", by_name[name].dump(),
+        require(by_name[name].is_string(), where, ": the template '", name, "' is ", shown(by_name[name]),
                 ", not text");
         out[name] = by_name[name].get<std::string>();
     }
@@ -63,13 +65,20 @@ ChatTemplate::Source ChatTemplate::read(const std::string& directory) {
     const json config = path_exists(config_path) ? json(read_json(config_path)) : json::object();
     for (const auto& [name, token] : read_declared_tokens(directory).named)
         out.special_tokens.emplace_back(name, jinja::Text(token));
+    // The files win over tokenizer_config.json, also where only one of them exists.
     out.path = join_path(directory, "chat_template.jinja");
-    if (path_exists(out.path)) {
-        out.text = read_file(out.path, int64_t(1) << 24);
+    out.tool_use_path = join_path(directory, "additional_chat_templates/tool_use.jinja");
+    const bool has_file = path_exists(out.path), has_tool_use = path_exists(out.tool_use_path);
+    require(has_file || !has_tool_use, out.tool_use_path, ": is a template for conversations with tools, but ",
+            out.path, ", the one for the others, is missing; add it");
+    if (has_tool_use) out.tool_use = read_file(out.tool_use_path, LONGEST);
+    if (has_file) {
+        out.text = read_file(out.path, LONGEST);
         return out;
     }
     std::map<std::string, std::string> found = read_templates(config, config_path);
     out.path = found.empty() ? "" : config_path + ": chat_template";
+    out.tool_use_path = out.path + ".tool_use";
     out.text = found["default"];
     out.tool_use = found["tool_use"];
     return out;
@@ -91,7 +100,7 @@ bool ChatTemplate::exists(const std::string& model_directory) {
 
 ChatTemplate::ChatTemplate(Source source)
     : path(std::move(source.path)), program(source.text, path), special_tokens(std::move(source.special_tokens)) {
-    if (!source.tool_use.empty()) tool_use.emplace(source.tool_use, path + ".tool_use");
+    if (!source.tool_use.empty()) tool_use.emplace(source.tool_use, source.tool_use_path);
 }
 
 jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,

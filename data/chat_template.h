@@ -22,9 +22,10 @@ struct Message {
 
 class ChatTemplate {
   public:
-    // The template of a model directory: chat_template.jinja, else `chat_template` in tokenizer_config.json (of several
-    // the one named default, or tool_use for conversations with tools), with the tokens (bos_token, …) that
-    // data/declared_tokens.h names. Throws Error if there is none, or if its syntax is wrong.
+    // The template of a model directory: chat_template.jinja, and additional_chat_templates/tool_use.jinja for
+    // conversations with tools; else `chat_template` in tokenizer_config.json (of several the ones named default and
+    // tool_use). They have the tokens (bos_token, …) that data/declared_tokens.h names. Throws Error if there is none,
+    // or if its syntax is wrong.
     explicit ChatTemplate(const std::string& model_directory);
     static bool exists(const std::string& model_directory);
 
@@ -53,7 +54,8 @@ class ChatTemplate {
 
   private:
     struct Source {
-        std::string path, text, tool_use;  // tool_use: the template for conversations with tools, if there is one
+        std::string path, text;
+        std::string tool_use_path, tool_use;  // the template for conversations with tools; no text: there is none
         jinja::Template::Variables special_tokens;
     };
     explicit ChatTemplate(Source source);

@@ -1,22 +1,21 @@
 #include "data/conversation_json.h"
 
-#include <nlohmann/json.hpp>
+#include "runtime/files/json_keys.h"
 
 using nlohmann::ordered_json;
 
 namespace {
 
 // As strings() of data/conversations.py: without words that are no text, and reasoning once.
-bool is_text_key(const ordered_json& object, const std::string& key) {
-    if (key == "role" || key == "type") return false;
-    return !object.contains("reasoning_content") || (key != "thinking" && key != "reasoning");
-}
-
 void add_texts(const ordered_json& value, std::vector<std::string>& out) {
     if (value.is_string()) out.push_back(value.get<std::string>());
     if (!value.is_structured()) return;
-    for (const auto& [key, item] : value.items())
-        if (value.is_array() || is_text_key(value, key)) add_texts(item, out);
+    const bool has_reasoning = value.contains("reasoning_content");
+    for (const auto& [key, item] : value.items()) {
+        const bool is_label = key == "role" || key == "type";
+        const bool again = has_reasoning && (key == "thinking" || key == "reasoning");
+        if (value.is_array() || !(is_label || again)) add_texts(item, out);
+    }
 }
 
 std::string joined(const ordered_json& parts) {
@@ -46,12 +45,12 @@ Message read_message(ordered_json json, bool parts) {
 }  // namespace
 
 ConversationInput read_conversation(std::string_view json, bool parts) {
-    const ordered_json root = ordered_json::parse(json);
+    const ordered_json root = parse_ordered_json(json);
     ConversationInput out;
     add_texts(root, out.texts);
     for (const ordered_json& message : root.at("messages")) out.messages.push_back(read_message(message, parts));
-    const size_t inputs = root.value("inputs", size_t(0));
-    for (size_t i = 0; i < inputs; i++) out.messages[i].is_input = true;
+    for (const ordered_json& i : root.value("inputs", ordered_json::array()))
+        out.messages.at(i.get<size_t>()).is_input = true;
     for (const char* name : {"tools", "documents"})
         if (root.contains(name)) out.variables.emplace_back(name, jinja::Value(root[name], jinja::CONTENT));
     if (root.contains("chat_template_kwargs"))

@@ -1,6 +1,6 @@
-// A conversation as data/conversations.py writes it: a JSON object with `messages`, `inputs` (how many of them are no
-// loss tokens, whoever wrote them), and what else a chat template is given: `tools`, `documents`, and the variables in
-// `chat_template_kwargs`.
+// A conversation as data/conversations.py writes it: a JSON object with `messages`, `inputs` (the indices of those that
+// are no loss tokens, whoever wrote them), and what else a chat template is given: `tools`, `documents`, and the
+// variables in `chat_template_kwargs`.
 #pragma once
 
 #include <string>

@@ -56,8 +56,9 @@ class Conversation:
     of. len() is the number of bytes of text."""
 
     def __init__(self, where, record, shape):
-        self.messages, inputs = messages_of_row(where, record, shape)
-        self.trained = self.messages[inputs:]
+        self.messages, first = messages_of_row(where, record, shape)
+        inputs = [i for i, message in enumerate(self.messages) if is_input(f"{where}: message {i + 1}", message, i < first)]
+        self.trained = [message for i, message in enumerate(self.messages) if i not in inputs]
         self.more = of_template(where, record)
         self.is_instruction = "instruction" in shape
         self.record = {name: record[name] for name in fields_of(shape) if name in record}
@@ -160,6 +161,15 @@ def message_of(where, message):
         raise DataError(f"{where} has no 'content' that is a string or a list of parts of text")
     reasoning = next((message[name] for name in REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def is_input(where, message, of_prompt):
+    """Whether a message has no loss tokens: one of the prompt, or an assistant turn of weight 0, as OpenAI and Mistral
+    write it. The weight is no part of what a template sees."""
+    weight = message.pop("weight", 1) if message["role"] == "assistant" else 1
+    if weight not in (0, 1):
+        raise DataError(f"{where} has the weight {weight!r}; give 1, or 0 for a turn that is not learnt")
+    return of_prompt or not weight
 
 
 def check_part(where, part):

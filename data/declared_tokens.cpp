@@ -7,6 +7,7 @@
 #include "data/token_text.h"
 #include "runtime/error.h"
 #include "runtime/files/files.h"
+#include "runtime/files/json_keys.h"
 #include "runtime/text.h"
 
 using nlohmann::json;
@@ -31,17 +32,7 @@ struct TokenFile {
     TokenFile() = default;
     TokenFile(const std::string& directory, const char* name, bool special = false)
         : path(join_path(directory, name)), always_special(special) {
-        if (!path_exists(path)) return;
-        const auto limit_depth = [&](int depth, ordered_json::parse_event_t, ordered_json&) {
-            require(depth <= 100, path, ": JSON nested more than 100 deep; the file is damaged");
-            return true;
-        };
-        try {
-            object = ordered_json::parse(read_file(path, int64_t(1) << 28), limit_depth);
-        } catch (const ordered_json::exception&) {
-            throw Error(str(path, ": broken JSON; the file is damaged"));
-        }
-        require(object.is_object(), path, ": JSON, but not an object; the file is damaged");
+        if (path_exists(path)) object = read_ordered_json(path);
     }
 
     bool has(const char* key) const { return object.contains(key) && !object[key].is_null(); }
@@ -49,9 +40,7 @@ struct TokenFile {
     bool lists(const char* key) const { return has(key) && !object[key].empty(); }
 
     [[noreturn]] void wrong(const std::string& key, const ordered_json& value, const char* expected) const {
-        throw Error(str(path, ": key '", printable(key), "' is ",
-                        printable(value.dump(-1, ' ', true, ordered_json::error_handler_t::replace)), ", expected ",
-                        expected));
+        throw Error(str(path, ": key '", printable(key), "' is ", shown(value), ", expected ", expected));
     }
 
     // A token as text, or as an object with its rules, whose defaults are those of the package tokenizers.
@@ -105,9 +94,9 @@ class DeclarationReader {
     // A name that is given again gets the later token, at the place of the first.
     void add_named(const TokenFile& file, const std::string& key, const ordered_json& value) {
         const json fields = file.token(key, value);
-        size_t i = 0;
-        while (i < out.named.size() && out.named[i].first != key) i++;
-        if (i == out.named.size()) {
+        const auto [place, is_new] = places.try_emplace(key, out.named.size());
+        const size_t i = place->second;
+        if (is_new) {
             out.named.emplace_back();
             named.emplace_back();
         }
@@ -208,6 +197,7 @@ class DeclarationReader {
     }
 
     TokenFile config, map;
+    std::map<std::string, size_t> places;  // of names in `named`
     std::vector<DeclaredTokens::Token> by_id, named, extra;
 };
 

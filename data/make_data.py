@@ -569,7 +569,8 @@ def fingerprint_of(options, files):
     if tokenizer not in ("byte", "bpe", "gpt2"):
         paths = [tokenizer_path(tokenizer), *declaring_files(tokenizer)]
         if os.path.isdir(tokenizer):
-            paths.append(os.path.join(tokenizer, "chat_template.jinja"))
+            paths += [os.path.join(tokenizer, one)
+                      for one in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")]
         status += [(path, read_text(path)) for path in paths if os.path.exists(path)]
     return hashlib.sha256(json.dumps([settings, status, text_input.INPUT_CHUNK]).encode()).hexdigest()
 
@@ -676,6 +677,11 @@ def make(options, directory):
     if writers[1].tokens == 0 and (val_files or options.val > 0):
         raise DataError("no validation text; "
                         + ("every file of --val-text is empty or left out" if val_files else "give a larger --val"))
+
+    for side, writer in zip(SIDES, writers):
+        if writer.tokens and not writer.loss_tokens and "conversations" in totals.found:
+            raise DataError(f"no loss tokens for {side}: the chat template writes nothing of the responses; use another "
+                            "template, or --no-chat-template")
 
     meta = {"name": options.name, "tokenizer": options.tokenizer, "vocab_size": encoder.vocab_size,
             "end_of_text": encoder.end_of_text}

@@ -878,6 +878,14 @@ class OtherTokenizers(DataTest):
             self.refused(part, "--tokenizer", folder, "--val", "0", "--text", pair)
 
 
+class Folders(unittest.TestCase):
+    def test_a_folder_that_cannot_be_listed_is_an_error(self):
+        """os.walk() passes over it: the data would lack its files."""
+        denied = PermissionError(13, "Permission denied", "inner")
+        with mock.patch("os.scandir", side_effect=denied), self.assertRaisesRegex(PermissionError, "inner"):
+            text_input.find_files([os.path.dirname(os.path.abspath(__file__))])
+
+
 class Templates(DataTest):
     """What reaches a chat template is what transformers' apply_chat_template(messages, tools=…, documents=…) gives to
     it: keys without a value are left out, reasoning has the names that templates read (transformers 5.24)."""
@@ -998,11 +1006,33 @@ class Templates(DataTest):
         self.assertEqual(text, "".join(f"<|im_start|>{r}|{c}<|im_end|>" for r, c in zip(
             ("user", "assistant", "user", "assistant"), "abcd")))
         self.assertEqual(learnt, "d<|im_end|>")
+        # A turn of weight 0 is an input, too, and the weight reaches no template.
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0},
+                 {"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "weight": 1}]
+        printed = template.replace("m.content", "m.content ~ m.weight")
+        self.assertEqual(self.both({"messages": turns}, printed), (text, "d<|im_end|>"))
+        folder = self.tokenizer(template)
+        for weight, part in ((0, "conversations without a response"),
+                             (0.5, "a.jsonl:1: message 2 has the weight 0.5; give 1, or 0 for")):
+            path = self.write("a.jsonl", json.dumps({"messages": [turns[0], {**turns[1], "weight": weight}]}).encode())
+            if weight:
+                self.refused(part, "--text", path, "--tokenizer", folder, "--val", "0")
+            else:
+                other = self.write("b.jsonl", json.dumps({"messages": turns}).encode())
+                meta = self.make("--text", path, other, "--tokenizer", folder, "--val", "0")
+                self.assertEqual(meta["left_out"], {part: 1})
         row = {"system": "S", "conversations": [{"from": "human", "value": "a"},
                                                 {"from": "observation", "value": "b"}, {"from": "gpt", "value": "c"}]}
         text, learnt = self.both(row, template)
         self.assertEqual(text, "".join(f"<|im_start|>{r}|{c}<|im_end|>" for r, c in zip(
             ("system", "user", "tool", "assistant"), "Sabc")))
+
+    def test_no_loss_tokens(self):
+        folder = self.tokenizer("{{ messages[0].content }}")
+        row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+        path = self.write("a.jsonl", json.dumps(row).encode())
+        self.refused("no loss tokens for train: the chat template writes nothing of the responses", "--text", path,
+                     "--tokenizer", folder, "--val", "0")
 
     def test_refused(self):
         user = {"role": "user", "content": "a"}

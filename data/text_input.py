@@ -82,6 +82,11 @@ def is_hidden(path):
     return any(name == "__MACOSX" or name.startswith(".") for name in path.split("/") if name not in (".", ".."))
 
 
+def fail(error):
+    """os.walk() passes over directories that it cannot list, unless this is its onerror."""
+    raise error
+
+
 def find_files(paths, text_endings=(), left_out=None):
     """All files in supported formats, in directories recursively, there without .json files that hold other things than
     rows (counted in left_out). The order is the same on every machine. text_endings: names of text files end like this,
@@ -90,7 +95,7 @@ def find_files(paths, text_endings=(), left_out=None):
     left_out = collections.Counter() if left_out is None else left_out
     for path in paths:
         if os.path.isdir(path):
-            for directory, subdirectories, names in os.walk(path):
+            for directory, subdirectories, names in os.walk(path, onerror=fail):
                 subdirectories[:] = sorted(n for n in subdirectories if not is_hidden(n))
                 files = [os.path.join(directory, n) for n in sorted(names)
                          if n.lower().endswith(known) and not is_hidden(n)]

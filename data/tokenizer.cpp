@@ -119,21 +119,25 @@ struct Tokenizer::Impl {
         const std::string text = read_file(path, int64_t(1) << 30);
         const std::string fault = json_fault(text);
         require(fault.empty(), file, ": not a valid tokenizer.json: ", fault, "; the file is damaged");
-        const DeclaredTokens declared = declared_beside(path);
+        const std::string directory = model_directory(path);
         try {
-            read(json::parse(text), declared);
+            read(json::parse(text), declared_in(directory));
         } catch (const json::exception& e) {
             const std::string text_of_library = e.what(), what = text_of_library.substr(text_of_library.find("] ") + 2);
             throw Error(str(file, ": not a valid tokenizer.json: ", what));  // without its "[json.exception.…] "
         }
-        check_tokenizer_settings(path, {!start_of_text.empty(), add_prefix_space, !sentencepiece});
+        if (!directory.empty())
+            check_tokenizer_settings(directory, {!start_of_text.empty(), add_prefix_space, !sentencepiece});
     }
 
-    // A file of another name is not part of a model directory.
-    static DeclaredTokens declared_beside(const std::string& path) {
+    // The directory of a tokenizer.json. "" for a file of another name: it has nothing to do with the files beside it.
+    static std::string model_directory(const std::string& path) {
         const size_t slash = path.rfind('/');
-        if (path.substr(slash + 1) != "tokenizer.json") return {};
-        return read_declared_tokens(slash == std::string::npos ? "." : path.substr(0, slash + 1));
+        if (path.substr(slash + 1) != "tokenizer.json") return "";
+        return slash == std::string::npos ? "." : path.substr(0, slash + 1);
+    }
+    static DeclaredTokens declared_in(const std::string& directory) {
+        return directory.empty() ? DeclaredTokens() : read_declared_tokens(directory);
     }
 
     template <typename... Parts>
@@ -436,16 +440,21 @@ struct Tokenizer::Impl {
                   flag(token, "rstrip", false)});
     }
 
-    // Reads the special tokens that templates put before the text ("$A" in the template).
+    // Reads the special tokens that templates put before the text ("$A" in the template). A prompt with one behind it
+    // could not be continued.
     void read_post_processor(const json& root) {
         for (const json& step : steps_of(root, "post_processor", "processors")) {
             const std::string type = type_of(step);
             if (type != "TemplateProcessing" && type != "ByteLevel") unsupported("post_processor ", type);
             if (type == "ByteLevel") continue;  // adds no tokens
             std::vector<int32_t> start;
+            bool behind = false;
             for (const json& part : step.at("single")) {
-                if (!part.contains("SpecialToken")) break;
+                behind |= !part.contains("SpecialToken");
+                if (!part.contains("SpecialToken")) continue;
                 const std::string name = part["SpecialToken"].at("id").get<std::string>();
+                require(!behind, file, ": post_processor: puts the token '", printable(name),
+                        "' behind a text, which is not supported; take it out of 'single'");
                 for (const json& id : step.at("special_tokens").at(name).at("ids")) {
                     const int64_t number = id.get<int64_t>();
                     require(0 <= number && number < int64_t(known.size()) && known[size_t(number)], file,
@@ -671,8 +680,10 @@ Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 
 bool Tokenizer::same(const std::string& tokenizer_json, const std::string& other) {
     if (read_file(tokenizer_json) != read_file(other)) return false;
-    if (Impl::declared_beside(tokenizer_json).tokens.empty() && Impl::declared_beside(other).tokens.empty())
-        return true;
+    const auto declares = [](const std::string& path) {
+        return !Impl::declared_in(Impl::model_directory(path)).tokens.empty();
+    };
+    if (!declares(tokenizer_json) && !declares(other)) return true;
     return Tokenizer(tokenizer_json).impl->added == Tokenizer(other).impl->added;
 }
 

@@ -4,9 +4,7 @@
 #include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
 
-void check_tokenizer_settings(const std::string& tokenizer_json, const TextStart& start) {
-    const size_t slash = tokenizer_json.find_last_of('/');
-    const std::string directory = slash == std::string::npos ? "." : tokenizer_json.substr(0, slash);
+void check_tokenizer_settings(const std::string& directory, const TextStart& start) {
     const std::string path = join_path(directory, "tokenizer_config.json");
     if (!path_exists(path)) return;
     const JsonKeys keys = {path, read_json(path)};

@@ -9,6 +9,6 @@ struct TextStart {
     bool space, space_known;  // puts a space in front; only where it has add_prefix_space, which transformers overrides
 };
 
-// Throws Error naming the key for a setting in the tokenizer_config.json beside a tokenizer.json that would change the
-// tokens. Does nothing if there is no such file.
-void check_tokenizer_settings(const std::string& tokenizer_json, const TextStart& start);
+// Throws Error naming the key for a setting in a model directory's tokenizer_config.json that would change the tokens.
+// Does nothing if there is no such file.
+void check_tokenizer_settings(const std::string& directory, const TextStart& start);

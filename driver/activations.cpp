@@ -559,7 +559,8 @@ void Activations::allocate(const Context& ctx) {
     loss_sum = sum(ctx.rank, SUM_LOSS);
     if (fp8) fp8->allocate(ctx);
     if (shape.offload_inputs) host_inputs = std::make_unique<BlockInputs>(ctx, config.layers - 1, input_bytes());
-    if (rope_table && !angles_by_token(config, shape)) {
+    if (angles_by_token(config, shape)) angles = std::make_unique<AngleRows>();
+    if (rope_table && !angles) {
         std::vector<float> host(static_cast<size_t>(rope_table.numel()));
         ::rope_table(host_tensor(host.data(), {shape.T, config.rotary_channels() / 2, 2}), config.rope_theta,
                      config.rope_scaling);
@@ -572,20 +573,19 @@ int64_t Activations::staging_bytes() const {
     return (5 * N + 2) * 4 + 8 + (angles_by_token(config, shape) ? N * config.rotary_channels() * 4 : 0);
 }
 
-const std::vector<int32_t>& Activations::angle_rows(const Batch& batch, Stream stream,
-                                                    std::vector<int32_t>& rows) const {
-    if (!angles_by_token(config, shape)) return batch.positions;
+const std::vector<int32_t>& Activations::angle_rows(const Batch& batch, Stream stream) const {
+    if (!angles) return batch.positions;
     const auto n = int64_t(batch.tokens.size());
-    std::vector<int64_t> lengths;  // of each token's sequence
+    angles->lengths.clear();
     for (size_t s = 1; s < batch.cum_seqlens.size(); s++)
-        lengths.resize(size_t(batch.cum_seqlens[s]), batch.cum_seqlens[s] - batch.cum_seqlens[s - 1]);
-    std::vector<float> host(size_t(n * config.rotary_channels()));
-    rope_rows(host_tensor(host.data(), {n, config.rotary_channels() / 2, 2}), batch.positions.data(), lengths.data(),
-              config.rope_theta, config.rope_scaling);
-    staging->put(rope_table.data, host.data(), int64_t(host.size() * sizeof(float)), stream);
-    rows.resize(batch.tokens.size());
-    std::iota(rows.begin(), rows.end(), 0);
-    return rows;
+        angles->lengths.resize(size_t(batch.cum_seqlens[s]), batch.cum_seqlens[s] - batch.cum_seqlens[s - 1]);
+    angles->values.resize(size_t(n * config.rotary_channels()));
+    rope_rows(host_tensor(angles->values.data(), {n, config.rotary_channels() / 2, 2}), batch.positions.data(),
+              angles->lengths.data(), config.rope_theta, config.rope_scaling);
+    staging->put(rope_table.data, angles->values.data(), int64_t(angles->values.size() * sizeof(float)), stream);
+    angles->rows.resize(batch.tokens.size());
+    std::iota(angles->rows.begin(), angles->rows.end(), 0);
+    return angles->rows;
 }
 
 LayerActs first_tokens(LayerActs a, int64_t n) {

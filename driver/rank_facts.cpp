@@ -114,7 +114,8 @@ RankFacts facts_of(const TrainSetup& setup) {
         {"as newest checkpoint", setup.resume.checkpoint.empty() ? "none" : setup.resume.checkpoint}};
     add_options(facts, setup.o.toml);
     for (const TrainingData& data : setup.data) {
-        for (const char* name : {"meta.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"})
+        for (const char* name :
+             {"meta.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"})
             add_file(facts, join_path(data.directory.path, name), INT64_MAX);
         add_tokens(facts, data.train_files);
         if (data.val_files) add_tokens(facts, *data.val_files);

@@ -313,6 +313,21 @@ void set_defaults(TrainSetup& s) {
     s.defaults = str("defaults for a run from a checkpoint:", chosen, " (from scratch: ", from_scratch, ")\n");
 }
 
+// A split without loss tokens has no loss. limit: the first tokens of it are meant; 0: all.
+void check_loss_tokens(const TokenFiles& files, int64_t limit) {
+    const int64_t end = limit > 0 ? std::min(limit, files.size()) : files.size();
+    std::vector<uint8_t> mask(size_t(std::min<int64_t>(end, 1 << 20)));
+    bool found = !files.masked();
+    for (int64_t begin = 0, n; !found && begin < end; begin += n) {
+        n = std::min(end - begin, int64_t(mask.size()));
+        files.read_mask(begin, n, mask.data());
+        found = std::find(mask.begin(), mask.begin() + n, 1) != mask.begin() + n;
+    }
+    require(found, files.pattern(), ": the mask has no loss token",
+            limit > 0 ? str(" in the first ", end, " tokens (--eval-tokens)") : "",
+            "; use data with a response to learn from, or a split with one to score");
+}
+
 // Chooses --pack where it is not given, and packs the splits that have examples.
 void pack_examples(TrainOptions& o, std::vector<TrainingData>& all) {
     const auto has_examples = [](const TrainingData& data) { return data.train_files.has_examples(); };
@@ -328,6 +343,8 @@ void pack_examples(TrainOptions& o, std::vector<TrainingData>& all) {
                    : std::make_unique<Packing>(files, o.seq_len, o.too_long == "skip");
     };
     for (TrainingData& data : all) {
+        check_loss_tokens(data.train_files, 0);
+        if (data.val_files) check_loss_tokens(*data.val_files, o.pack == "none" ? o.eval_tokens : 0);
         data.train_packing = packed(data.train_files);
         if (data.val_files) data.val_packing = packed(*data.val_files);
         require(data.train_packing || data.train_files.size() > o.seq_len, data.train_files.pattern(), ": ",

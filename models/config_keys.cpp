@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "runtime/files/json_keys.h"
+
 using nlohmann::json;
 
 const json* ConfigKeys::find(const char* key) const {
@@ -80,10 +82,7 @@ void ConfigKeys::wrong(const char* key, const std::string& expected) const {
 
 std::string ConfigKeys::shown(const char* key) const {
     const json* value = find(key);
-    if (!value) return "missing";
-    std::string text = value->dump(-1, ' ', true, json::error_handler_t::replace);
-    if (text.size() > 60) text = text.substr(0, 60) + "…";
-    return text;
+    return value ? ::shown(*value) : "missing";
 }
 
 // RoPE.

@@ -61,8 +61,7 @@ JsonKeys read_config(const std::string& directory) {
 
 void check_config(const JsonKeys& config) {
     const auto refuse = [&](const std::string& key, const std::string& why) {
-        throw Error(str(config.path, ": key '", key, "' is ",
-                        config.object.value(key, json()).dump(-1, ' ', true, json::error_handler_t::replace), ": ", why,
+        throw Error(str(config.path, ": key '", key, "' is ", shown(config.object.value(key, json())), ": ", why,
                         "; merge the adapter with peft"));
     };
     if (config.object.value("peft_type", json()) != "LORA") refuse("peft_type", "only LORA is supported");

@@ -7,6 +7,7 @@
 #include "models/family.h"
 #include "models/lora_adapter.h"
 #include "runtime/files/files.h"
+#include "runtime/files/json_keys.h"
 #include "runtime/text.h"
 
 using nlohmann::json;
@@ -36,6 +37,12 @@ AdjustValues adapter_of(const ModelSource& source, const ParamTable& table) {
 
 constexpr const char* GENERATION_CONFIG = "generation_config.json";
 
+constexpr const char* MORE_TEMPLATES = "additional_chat_templates";
+
+void carry(const std::string& from, const std::string& to) {
+    if (!is_directory(from) && !path_exists(to)) write_file(to, read_file(from));
+}
+
 void append_end_tokens(const json& object, int64_t vocab_size, std::vector<int32_t>& ids) {
     const json eos = object.value("eos_token_id", json());
     for (const json& id : eos.is_array() ? eos : json::array({eos})) {
@@ -45,26 +52,25 @@ void append_end_tokens(const json& object, int64_t vocab_size, std::vector<int32
     }
 }
 
-// {} if there is none. An adapter that was trained on conversations has one of its own.
-json generation_config(const ModelSource& source) {
+}  // namespace
+
+JsonKeys generation_config(const ModelSource& source) {
     for (const std::string& directory : {source.adapter, source.directory}) {
         const std::string path = join_path(directory, GENERATION_CONFIG);
-        if (!directory.empty() && path_exists(path)) return read_json(path);
+        if (!directory.empty() && path_exists(path)) return {path, read_json(path)};
     }
-    return json::object();
+    return {"", json::object()};
 }
-
-}  // namespace
 
 std::vector<int32_t> declared_end_tokens(const ModelSource& source) {
     std::vector<int32_t> ids;
     append_end_tokens(source.original_config, source.config.vocab_size, ids);
-    append_end_tokens(generation_config(source), source.config.vocab_size, ids);
+    append_end_tokens(generation_config(source).object, source.config.vocab_size, ids);
     return ids;
 }
 
 void add_end_tokens(const std::string& directory, const ModelSource& source, const std::vector<int32_t>& ids) {
-    json object = generation_config(source);
+    json object = generation_config(source).object;
     if (object.empty()) {  // without the file transformers takes these keys from config.json
         const ModelConfig& c = source.config;
         object = {{"eos_token_id", source.original_config.value("eos_token_id", json(c.eos))}};
@@ -134,9 +140,12 @@ void save_model_files(const std::string& directory, const ModelConfig& config, c
     for (const std::string& source : carry_from) {
         if (source.empty()) continue;
         for (const std::string& name : list_directory(source)) {
-            const std::string from = join_path(source, name), to = join_path(directory, name);
             const bool wanted = carried.count(name) || starts_with(name, "chat_template.");
-            if (wanted && !is_directory(from) && !path_exists(to)) write_file(to, read_file(from));
+            if (wanted) carry(join_path(source, name), join_path(directory, name));
         }
+        const std::string more = join_path(source, MORE_TEMPLATES), target = join_path(directory, MORE_TEMPLATES);
+        if (!is_directory(more)) continue;
+        make_directories(target);
+        for (const std::string& name : list_directory(more)) carry(join_path(more, name), join_path(target, name));
     }
 }

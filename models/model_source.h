@@ -10,6 +10,8 @@
 #include "runtime/files/weight_files.h"
 #include "runtime/model/model_config.h"
 
+struct JsonKeys;  // runtime/files/json_keys.h
+
 // A model as the user named it: a preset, a model directory, or a run directory (its newest complete checkpoint).
 // Relative paths stay as given. A preset's name always means the preset; write "./gpt2-tiny" for a directory.
 struct ModelSource {
@@ -31,6 +33,9 @@ std::string find_adapter(const std::string& name);
 std::string load_weights(const ModelSource& source, const ParamTable& table, const WeightArenas& arenas);
 WeightSource open_weight_source(const ModelSource& source, const ParamTable& table);
 
+// The model's generation_config.json, or its adapter's; without keys if there is none.
+JsonKeys generation_config(const ModelSource& source);
+
 // The tokens that end a text: eos_token_id, a number or a list, of config.json and of generation_config.json, an
 // adapter's included. Ids beyond the vocabulary are left out.
 std::vector<int32_t> declared_end_tokens(const ModelSource& source);
@@ -40,7 +45,7 @@ std::vector<int32_t> declared_end_tokens(const ModelSource& source);
 void add_end_tokens(const std::string& directory, const ModelSource& source, const std::vector<int32_t>& ids);
 
 // Writes the files of a model directory other than the weights: config.json, and tokenizer.json, tokenizer_config.json,
-// special_tokens_map.json, added_tokens.json, generation_config.json and chat_template.* copied from the `carry_from`
-// directories (the first that has a file wins; empty names are skipped).
+// special_tokens_map.json, added_tokens.json, generation_config.json, chat_template.* and additional_chat_templates/
+// copied from the `carry_from` directories (the first that has a file wins; empty names are skipped).
 void save_model_files(const std::string& directory, const ModelConfig& config, const nlohmann::json& original_config,
                       const std::vector<std::string>& carry_from);

@@ -24,6 +24,8 @@ USED = {
     "tokenizer.ggml.fim_pad_token_id": int, "tokenizer.ggml.fim_rep_token_id": int,
     "tokenizer.ggml.fim_sep_token_id": int, "tokenizer.ggml.add_bos_token": bool,
     "tokenizer.ggml.add_space_prefix": bool, "tokenizer.chat_template": str,
+    "general.sampling.temp": float, "general.sampling.top_k": int, "general.sampling.top_p": float,
+    "general.sampling.min_p": float, "general.sampling.penalty_repeat": float,
 }
 
 # An error unless the value is one of these. (): whatever the value is.
@@ -52,7 +54,9 @@ IGNORED = {
         "general.license.*", "general.url", "general.doi", "general.uuid", "general.repo_url", "general.source.*",
         "general.base_model.*", "general.dataset.*", "general.tags", "general.languages"],
     "each tensor names its own type": ["general.quantization_version", "general.file_type"],
-    "options of commands decide how tokens are sampled": ["general.sampling.*"],
+    "sample and chat have no such sampler": [
+        "general.sampling.sequence", "general.sampling.xtc_*", "general.sampling.penalty_last_n",
+        "general.sampling.mirostat*"],
     "split.count is 1 if everything is in the file": ["split.no", "split.tensors.count"],
     "the tensors' shapes say it": ["{arch}.vocab_size"],
     "llama.cpp reads it without a use for it": ["{arch}.tensor_data_layout", "{arch}.rope.scaling.finetuned"],

@@ -36,19 +36,18 @@ CONFIG = {
 }
 
 GENERATION = {
-    "options of sample and chat decide how tokens are chosen, and when to stop before an end token": [
-        "do_sample", "temperature", "top_[hkp]", "min_p", "typical_p", "*_cutoff", "*_penalty", "penalty_alpha",
-        "*no_repeat_ngram_size", "bad_words_ids", "renormalize_logits", "remove_invalid_values", "*suppress_tokens",
-        "sequence_bias", "token_healing", "guidance_scale", "watermarking_config", "forced_*", "force_*", "constraints",
-        "num_beams", "num_beam_groups", "early_stopping", "dola_layers", "stop_strings", "max_length", "max_new_tokens",
-        "min_length", "min_new_tokens", "max_time", "num_return_sequences"],
+    "options of sample and chat decide how much is generated": [
+        "max_length", "max_new_tokens", "max_time", "num_return_sequences"],
+    "it acts beside num_beams only, which is named as ignored": ["early_stopping", "length_penalty", "diversity_penalty"],
+    "only finite logits are sampled from, and all are normalized": ["renormalize_logits", "remove_invalid_values"],
     "it says how transformers computes or returns the same": [
         "use_cache", "cache_*", "max_cache_len", "return_*", "output_*", "compile_config", "disable_compile",
         "continuous_batching_config", "low_memory", "prefill_chunk_size"],
     "a draft model or a lookup changes the speed, not the tokens": [
         "assistant_*", "is_assistant", "num_assistant_*", "target_lookbehind", "prompt_lookup_num_tokens",
         "max_matching_ngram_size", "speculation_type", "use_mtp"],
-    "encoders and decoders of two parts are refused": ["decoder_start_token_id"],
+    "encoders and decoders of two parts are refused": [
+        "decoder_start_token_id", "force_bos_token_to_be_generated"],
     "it says where a file comes from": [
         "transformers_version", "_commit_hash", "_from_model_config", "_original_object_hash"],
     "transformers keeps it while it runs": ["_*_token_tensor", "_mask_length"],

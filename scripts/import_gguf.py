@@ -295,6 +295,15 @@ def end_tokens(file):
     return ids[0] if len(ids) == 1 else ids
 
 
+def sampling(file):
+    """The sampling that the file declares, as keys of generation_config.json. In llama.cpp a temperature or top_k below
+    0 means 0."""
+    names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+             "penalty_repeat": "repetition_penalty"}
+    found = {name: file.get(f"general.sampling.{key}", None) for key, name in names.items()}
+    return {name: max(0, x if isinstance(x, int) else float32(x)) for name, x in found.items() if x is not None}
+
+
 def import_gguf(source, target, dtype=None):
     file = Gguf(source)
     unknown = file.check_keys()
@@ -306,7 +315,7 @@ def import_gguf(source, target, dtype=None):
         hf_directory.write_json(folder, "config.json", config)
         ids = {"bos_token_id": config["bos_token_id"], "eos_token_id": end_tokens(file)}
         ids = {key: x for key, x in ids.items() if x not in (None, [])}
-        hf_directory.write_json(folder, "generation_config.json", ids)
+        hf_directory.write_json(folder, "generation_config.json", {**ids, **sampling(file)})
         hf_directory.write_tokenizer(folder, *read_tokenizer(file), file.get("tokenizer.chat_template", None))
         hf_directory.write_safetensors(os.path.join(folder, "model.safetensors"), list(weights(file, config)), dtype)
     if unknown:

@@ -27,6 +27,7 @@ from hf_directory import ModelError
 
 CARRIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json",
            "added_tokens.json", "chat_template.jinja")
+MORE_TEMPLATES = "additional_chat_templates"
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "rope.freqs")
 LLAMA3_SPECIAL = (["<|begin_of_text|>", "<|end_of_text|>"] + [f"<|reserved_special_token_{i}|>" for i in range(4)]
@@ -269,6 +270,8 @@ def import_pytorch(source, target, dtype=None, rope_factor=None):
         for name in CARRIED:
             if os.path.exists(os.path.join(source, name)):
                 shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+        if os.path.isdir(os.path.join(source, MORE_TEMPLATES)):
+            shutil.copytree(os.path.join(source, MORE_TEMPLATES), os.path.join(folder, MORE_TEMPLATES))
         hf_directory.write_safetensors(os.path.join(folder, "model.safetensors"), weights, dtype or stored)
 
 

@@ -333,6 +333,16 @@ class GgufTest(ImportTest):
         self.imported("import_gguf.py", self.write(change=ends), self.path("out"))
         self.assertEqual(read_json(self.path("out"), "generation_config.json"), {"eos_token_id": [0, 7]})
 
+    def test_sampling_that_the_file_declares(self):
+        def declare(writer):
+            for key, value in ("temp", 0.6), ("top_p", 0.95), ("penalty_repeat", 1.05), ("xtc_probability", 0.1):
+                writer.add_float32(f"general.sampling.{key}", value)
+            writer.add_int32("general.sampling.top_k", -1)
+        self.imported("import_gguf.py", self.write(change=declare), self.path("out"))
+        found = read_json(self.path("out"), "generation_config.json")
+        found.pop("eos_token_id", None)
+        self.assertEqual(found, {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.05, "top_k": 0})
+
     def test_type_that_is_not_widened(self):
         f64 = lambda w: {**w, "output_norm.weight": w["output_norm.weight"].astype(np.float64)}  # noqa: E731
         self.refused(["output_norm.weight is F64", "supported: F32"], "import_gguf.py", self.write(tensors=f64), self.path("x"))

@@ -8,6 +8,7 @@
 #include "data/jinja/format.h"
 #include "data/jinja/lexer.h"
 #include "data/jinja/operators.h"
+#include "runtime/text.h"
 
 namespace jinja {
 
@@ -520,7 +521,15 @@ Value indent_filter(ArgumentReader& in, const Value& value) {
 Value wordcount_filter(ArgumentReader& in, const Value& value) {
     const Value text = value.str(in.meter);
     in.meter.scan(text.text().size());
-    return int64_t(count_words(text.text().chars));
+    int64_t words = 0;  // runs of letters, digits and underscores, Python's \w+
+    bool inside = false;
+    for (const char c : text.text().chars) {
+        require(uint8_t(c) < 128, "wordcount takes ASCII text only");
+        const bool word = is_digit(c) || c == '_' || ('a' <= (c | 0x20) && (c | 0x20) <= 'z');
+        words += word && !inside;
+        inside = word;
+    }
+    return words;
 }
 
 const std::map<std::string, Filter>& filters() {

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+
 #include <algorithm>
 
 #include "dev/tests/tokenizer_fixture.h"
@@ -78,8 +80,24 @@ TEST(ChatTemplates, FoundInModelDirectory) {
               key + " is a list with \"a\"; its elements must be {\"name\": ..., \"template\": ...}");
     EXPECT_EQ(with({{"default", 1}}), key + ": the template 'default' is 1, not text");
     EXPECT_NE(with(nullptr).find("no chat template"), std::string::npos);
+    EXPECT_EQ(with({{"default", "two"}, {"tool_use", "tools"}}), "two");
     write_file(dir.file("chat_template.jinja"), "three{{ bos_token }}{{ eos_token }}");
     EXPECT_EQ(first(), "three");
+    // Files win over the key, in which tool_use is another one.
+    const auto with_tools = [&] {
+        return ChatTemplate(dir.path()).render({{"user", "x"}}, false, fixture_date(), tools).chars;
+    };
+    EXPECT_EQ(with_tools(), "three");
+    make_directories(dir.file("additional_chat_templates"));
+    write_file(dir.file("additional_chat_templates/tool_use.jinja"), "four");
+    EXPECT_EQ(with_tools(), "four");
+    EXPECT_EQ(first(), "three");
+    write_file(dir.file("additional_chat_templates/tool_use.jinja"), "{% for %}");
+    EXPECT_EQ(error_of(first).find(dir.file("additional_chat_templates/tool_use.jinja") + ":1: "), 0U);
+    std::filesystem::rename(dir.file("chat_template.jinja"), dir.file("kept"));
+    EXPECT_NE(error_of(first).find("chat_template.jinja, the one for the others, is missing"), std::string::npos);
+    std::filesystem::rename(dir.file("kept"), dir.file("chat_template.jinja"));
+    std::filesystem::remove_all(dir.file("additional_chat_templates"));
     write_file(dir.file("tokenizer_config.json"),
                json{{"bos_token", "<s>"}, {"eos_token", {{"content", "</s>"}}}, {"pad_token", nullptr}}.dump());
     EXPECT_EQ(first(), "three<s></s>");

@@ -593,6 +593,14 @@ TEST(Json, DamageIsAOneLineError) {
     write_file(path, R"({"NaN \\\" NaN": NaN, "x": [Infinity, -Infinity, "Infinity"], "model_type": "mamba2"})");
     EXPECT_EQ(read_json(path), json::parse(R"({"NaN \\\" NaN": "NaN", "x": ["Infinity", "-Infinity", "Infinity"],
                                               "model_type": "mamba2"})"));
+    // With keys in the order of the file; of a key that is there twice the last value counts.
+    for (const char* text : {R"({"b": [1, -2, 2.5, null, true, {"z": {}, "a": []}], "a": "x", "b": 3, "c": {"b": 1}})",
+                             R"({"": {"": 18446744073709551615}})"}) {
+        write_file(path, text);
+        EXPECT_EQ(read_ordered_json(path).dump(), nlohmann::ordered_json::parse(text).dump());
+    }
+    write_file(path, "[1]");
+    expect_error([&] { read_ordered_json(path); }, {path, "not an object", "damaged"});
     write_file(path, R"({"x": Infinity, "y": nan})");
     expect_error([&] { read_json(path); }, {path, "broken JSON at byte 7"});
     for (const char* text : {"{}", "{\"seq_len\": \"x\"}", "{\"seq_len\": 1.5}"}) {
@@ -735,10 +743,14 @@ TEST(Checkpoints, CopiesModelFiles) {
                              "special_tokens_map.json", "chat_template.jinja", "model.safetensors", "config.json"}) {
         put_file(dir.file(str("model/", name)), "model's");
     }
+    make_directories(dir.file("model/additional_chat_templates"));
+    put_file(dir.file("model/additional_chat_templates/tool_use.jinja"), "model's");
     save_model_files(dir.file("out"), small_config(), {{"unknown", 1}}, {"", dir.file("data"), dir.file("model")});
+    EXPECT_EQ(read_file(dir.file("out/additional_chat_templates/tool_use.jinja")), "model's");
     EXPECT_EQ(list_directory(dir.file("out")),
-              (std::vector<std::string>{"chat_template.jinja", "config.json", "generation_config.json",
-                                        "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}));
+              (std::vector<std::string>{"additional_chat_templates", "chat_template.jinja", "config.json",
+                                        "generation_config.json", "special_tokens_map.json", "tokenizer.json",
+                                        "tokenizer_config.json"}));
     EXPECT_EQ(read_file(dir.file("out/tokenizer.json")), "data's");
     EXPECT_EQ(read_json(dir.file("out/config.json"))["unknown"], 1);
 }

@@ -273,6 +273,32 @@ TEST(Control, StrangersDoNotPutOffTheDeadline) {
     strangers.join();
 }
 
+// A listener that is ready at every look, as one where strangers connect faster than they are refused.
+TEST(Control, AListenerThatStaysReadyDoesNotPutOffTheDeadline) {
+    int ends[2];
+    ASSERT_EQ(pipe(ends), 0);
+    const Descriptor out(ends[0]), in(ends[1]);
+    ASSERT_EQ(write(in, "x", 1), 1);
+    World first = world_of(0, 2, 1, 0.5);
+    first.rendezvous_socket = dup(out);
+    std::atomic<bool> ended = false;
+    std::thread rescue([&] {  // else a program without the deadline would never end
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+        while (!ended && std::chrono::steady_clock::now() < end)
+            std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        char c;
+        EXPECT_EQ(read(out, &c, 1), 1);
+    });
+    const auto begin = std::chrono::steady_clock::now();
+    expect_error(
+        [&] { ControlChannel(first, member_of(0)); },
+        "rank 0: 1 of 2 ranks connected to 127.0.0.1:1 within 0.5 s (--comm-timeout); missing: 1; cannot accept "
+        "a connection: Socket operation on non-socket");
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
+    ended = true;
+    rescue.join();
+}
+
 TEST(Control, MissingRendezvousAddressIsAnError) {
     World world = world_of(1, 2, 1);
     world.rendezvous.clear();

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <ctime>
+
 #include "data/chat_template.h"
 #include "data/tokenizer.h"
 #include "dev/tests/tokenizer_fixture.h"
@@ -110,6 +112,17 @@ TEST(DeclaredTokens, ContradictionsAndDamageAreErrors) {
         for (const std::string& word : words) EXPECT_NE(found.find(word), std::string::npos) << found << "\n" << word;
         EXPECT_EQ(found.find('\n'), std::string::npos);
     }
+}
+
+TEST(DeclaredTokens, ManyKeysTakeLinearTime) {
+    std::string keys, names;
+    for (int i = 0; i < 300000; i++) keys += str(i ? "," : "", "\"k", i, "\":0");
+    for (int i = 0; i < 100000; i++) names += str(i ? "," : "", "\"n", i, "\":\"</s>\"");
+    const ModelDirectory model({{"tokenizer_config.json", str("{\"extra_special_tokens\": {", names, "},", keys, "}")},
+                                {"added_tokens.json", "{}"}});
+    const std::clock_t begin = std::clock();  // of this process: other programs may run
+    EXPECT_EQ(read_declared_tokens(model.path()).named.size(), 100000U);
+    EXPECT_LT(double(std::clock() - begin) / CLOCKS_PER_SEC, 20);
 }
 
 TEST(DeclaredTokens, AreVariablesOfChatTemplates) {

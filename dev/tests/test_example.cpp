@@ -274,7 +274,7 @@ TEST(Examples, CallsOfTools) {
     EXPECT_EQ(tokenizer.decode(both.tokens),
               R"([{"n": null}]<|sep|>user:Hi;)" + ends + ";<|sep|>tool:3;It is" + ends + ";");
     EXPECT_EQ(learnt(both, tokenizer), ends + "It is" + ends);
-    EXPECT_EQ(learnt(example("{\"inputs\": 2, \"messages\": " + whole + "}"), tokenizer), "It is" + ends);
+    EXPECT_EQ(learnt(example("{\"inputs\": [0, 1], \"messages\": " + whole + "}"), tokenizer), "It is" + ends);
     // What came from a message stays text, and a turn whose calls the template does not write is refused.
     const std::string special = std::regex_replace(whole, std::regex(R"("x")"), R"("<|end|>")");
     EXPECT_NE(error_of([&] { example("{\"messages\": " + special + "}"); }).find("holds the special token <|end|>"),

@@ -178,6 +178,15 @@ TEST(Files, CreatesAndListsDirectories) {
     EXPECT_EQ(list_directory(dir.file("a")), (std::vector<std::string>{"b", "d", "x1", "x2"}));
     EXPECT_EQ(glob_files(dir.file("a/x*")), (std::vector<std::string>{dir.file("a/x1"), dir.file("a/x2")}));
     EXPECT_TRUE(glob_files(dir.file("a/y*")).empty());
+    EXPECT_TRUE(glob_files(dir.file("none/y*")).empty());
+    // A directory that cannot be read is not an empty one.
+    rlimit limit;
+    ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+    const rlimit none = {0, limit.rlim_max};
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+    expect_error([&] { glob_files(dir.file("a/x*")); },
+                 {dir.file("a/x*"), "cannot list the files that match", "Too many open files"});
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
     EXPECT_FALSE(is_directory(dir.file("a/x1")));
     EXPECT_FALSE(path_exists(dir.file("a/x3")));
     expect_error([&] { make_directories(dir.file("a/x1")); }, {"a/x1", "File exists"});

@@ -100,6 +100,25 @@ class FinetuningTest(BaseRunTest):
                 self.assertEqual(states[step] == states[step - 1], step in without, step)
         self.assertIn(f"step {without[0]}: none of its tokens has a loss; update skipped, 1 so far\n", done.stderr)
 
+    def test_splits_without_loss_tokens(self):
+        """Refused at the start: training would change nothing, and the first evaluation would end the run."""
+        tokens, data = [i % 50 for i in range(200)], {}
+        for name, mask in ("none", [False] * 200), ("late", [i >= 100 for i in range(200)]):
+            data[name] = write_tokens(os.path.join(self.top, name), tokens, mask)
+        for kind in "bin", "mask":
+            shutil.copy(os.path.join(data["none"], f"train_000000.{kind}"),
+                        os.path.join(data["late"], f"val_000000.{kind}"))
+        args = ["train", *MODEL, "--vocab-size", 50, "--steps", 1, "--seq-len", 32, "--out", os.path.join(self.top, "out")]
+        self.refused(1, [f"{data['none']}/train_*.bin: the mask has no loss token; use"], *args, "--data", data["none"])
+        self.refused(1, [f"{data['late']}/val_*.bin: the mask has no loss token; use"], *args, "--data", data["late"])
+        for kind in "bin", "mask":
+            shutil.copy(os.path.join(data["late"], f"train_000000.{kind}"),
+                        os.path.join(data["late"], f"val_000000.{kind}"))
+        self.refused(1, ["val_*.bin: the mask has no loss token in the first 90 tokens (--eval-tokens); use"], *args,
+                     "--data", data["late"], "--eval-tokens", 90)
+        done = run(*args, "--data", data["late"], "--eval-tokens", 110)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_pairs(self):
         # From JSONL: the loss tokens are those of the responses.
         path, data = os.path.join(self.top, "pairs.jsonl"), os.path.join(self.top, "pairs")

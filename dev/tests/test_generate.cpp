@@ -4,10 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <set>
 #include <sstream>
 
 #include "dev/tests/test_util.h"
 #include "dev/tests/tokenizer_fixture.h"
+#include "infer/declared_sampling.h"
 #include "infer/prompts.h"
 #include "infer/sample_output.h"
 
@@ -170,6 +172,40 @@ TEST(Prompts, EndTokensAreAddedToTheGenerationConfig) {
     EXPECT_EQ(end_tokens(source, nullptr), (std::vector<int32_t>{7, 7, 8, 2, 9}));
     add_end_tokens(out.path(), source, {});
     EXPECT_EQ(read_json(path)["eos_token_id"], nlohmann::json({2, 9}));
+}
+
+TEST(DeclaredSampling, SetsWhatTheUserDidNot) {
+    const std::set<std::string> typed = {"--top-p"};
+    SamplingOptions options;
+    const auto take = [&](const std::string& file) {
+        options = {};
+        options.top_p = 0.25f;  // typed
+        const auto is_given = [&](const std::string& option) { return typed.count(option) > 0; };
+        return take_declared_sampling({"G", nlohmann::json::parse(file)}, is_given, options);
+    };
+    EXPECT_EQ(take(R"({"eos_token_id": 2, "max_length": 4096, "temperature": null})"), "");
+    EXPECT_EQ(options.temperature, 1);
+    EXPECT_EQ(
+        take(R"({"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1,
+                       "repetition_penalty": 1.05, "num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0})"),
+        "G: sets --repeat-penalty 1.05 --temperature 0.6 --top-k 20 --min-p 0.1; options on the command line win");
+    EXPECT_EQ(options.temperature, 0.6f);
+    EXPECT_EQ(options.top_k, 20);
+    EXPECT_EQ(options.top_p, 0.25f);
+    EXPECT_EQ(options.min_p, 0.1f);
+    EXPECT_EQ(options.repeat_penalty, 1.05f);
+    EXPECT_EQ(take(R"({"do_sample": false, "temperature": 0.6})"),
+              "G: sets --temperature 0 (do_sample is false); options on the command line win");
+    EXPECT_EQ(options.temperature, 0);
+    EXPECT_EQ(
+        take(R"({"num_beams": 4, "stop_strings": [], "suppress_tokens": [5], "top_k": 7})"),
+        "G: sets --top-k 7; options on the command line win; not supported and ignored: suppress_tokens, num_beams");
+    EXPECT_EQ(take(R"({"no_repeat_ngram_size": 1})"), "G: not supported and ignored: no_repeat_ngram_size");
+    // A wrong value matters only where it would be used.
+    EXPECT_EQ(take(R"({"top_p": 7})"), "");
+    for (const char* file : {R"({"temperature": -1})", R"({"temperature": "hot"})", R"({"top_k": 2.5})",
+                             R"({"top_k": -1})", R"({"min_p": 1.5})", R"({"repetition_penalty": 0})"})
+        EXPECT_THROW(take(file), Error) << file;
 }
 
 TEST(SampleOutput, PrintsInOrder) {

@@ -115,6 +115,8 @@ TEST(Jinja, ErrorsNameTheLine) {
     EXPECT_EQ(error_of("{{ 'a }}"), "t:1: the string that begins with ' has no end");
     EXPECT_EQ(error_of("{{ 9223372036854775807 + 1 }}"), "t:1: a number is larger than 64 bits hold");
     EXPECT_EQ(error_of("{{ x|upper }}", {{"x", "\u00e9"}}), "t:1: upper, title and capitalize take ASCII text only");
+    EXPECT_EQ(error_of("{{ x|wordcount }}", {{"x", "\u00e9"}}), "t:1: wordcount takes ASCII text only");
+    EXPECT_EQ(render("{{ 'It\\'s a well-known fox_1, no?'|wordcount }}{{ ' @ '|wordcount }}").chars, "70");
     EXPECT_EQ(render("{{ x|lower }}", {{"x", "\u00c9A\u0416"}}).chars, "\u00e9a\u0436");
     EXPECT_NE(error_of("{{ x|lower }}", {{"x", "\u03a3"}}).find("depends on the text around it"), std::string::npos);
 }

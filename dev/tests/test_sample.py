@@ -2,9 +2,10 @@
 """`sample`: seeds, stops, filters, batches, models without text for some ids."""
 import json
 import os
+import shutil
 import unittest
 
-from harness import BaseRunTest, run
+from harness import BaseRunTest, checkpoints, run
 
 
 class SampleTest(BaseRunTest):
@@ -67,6 +68,24 @@ class SampleTest(BaseRunTest):
         two_at_a_time = run(*args, "--prompt-file", path, "--batch-size", 2)
         self.assertEqual(two_at_a_time.stdout, alone)
         self.assertIn("tokens/s", two_at_a_time.stderr)
+
+    def test_sampling_that_the_model_declares(self):
+        """generation_config.json has the defaults of the options; a line says so. A typed option wins."""
+        model = os.path.join(self.top, "declares")
+        shutil.copytree(os.path.join(self.base, checkpoints(self.base)[-1]), model)
+        args = ["sample", "--model", model, "--prompt", "The ", "--max-tokens", 16, "--ignore-eos"]
+        free, first = run(*args), run(*args, "--top-k", 1)
+        with open(os.path.join(model, "generation_config.json"), "w") as file:
+            json.dump({"top_k": 1, "num_beams": 4}, file)
+        declared, typed = run(*args), run(*args, "--top-k=0")
+        self.assertEqual((declared.stdout, typed.stdout), (first.stdout, free.stdout))
+        self.assertIn("generation_config.json: sets --top-k 1; options on the command line win; not supported and "
+                      "ignored: num_beams", declared.stderr)
+        self.assertNotIn("sets", typed.stderr)
+        with open(os.path.join(model, "generation_config.json"), "w") as file:
+            json.dump({"top_p": 2}, file)
+        self.refused(1, ["generation_config.json: key 'top_p' is 2, expected a number from 1e-06 to 1; correct it, or "
+                         "give --top-p"], *args)
 
     def test_sample_filters(self):
         args = ["sample", "--model", self.base, "--prompt", "The ", "--max-tokens", 16, "--ignore-eos"]

@@ -267,7 +267,7 @@ TEST(Tokenizer, SpecialTokensAtTheStart) {
     const json s = {{"SpecialToken", {{"id", "<s>"}, {"type_id", 0}}}},
                a = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}};
     const json processor = {{"type", "TemplateProcessing"},
-                            {"single", {s, a, s}},
+                            {"single", {s, a}},
                             {"pair", {s, a}},
                             {"special_tokens", {{"<s>", {{"id", "<s>"}, {"ids", {1}}, {"tokens", {"<s>"}}}}}}};
     tokenizer["post_processor"] = processor;
@@ -285,6 +285,12 @@ TEST(Tokenizer, SpecialTokensAtTheStart) {
     EXPECT_NE(error_of(tokenizer).find("token 100000 of '<s>'"), std::string::npos) << error_of(tokenizer);
     tokenizer["post_processor"]["single"][0]["SpecialToken"]["id"] = "<none>";
     EXPECT_NE(error_of(tokenizer), "");
+    // A token behind the text, or on both sides of it.
+    for (const json& single : {json{a, s}, json{s, a, s}}) {
+        tokenizer["post_processor"] = processor;
+        tokenizer["post_processor"]["single"] = single;
+        EXPECT_NE(error_of(tokenizer).find("puts the token '<s>' behind a text"), std::string::npos);
+    }
 }
 
 // The error for a tokenizer with such a tokenizer_config.json beside it, "" if there is none.
@@ -298,6 +304,15 @@ std::string error_with_settings(const json& tokenizer, const char* settings) {
         return e.what();
     }
     return "";
+}
+
+// Such a file is not part of a model directory: neither settings nor declared tokens beside it are its own.
+TEST(Tokenizer, AFileOfAnotherNameHasNothingToDoWithTheFilesBesideIt) {
+    const TempDir dir;
+    write_file(dir.file("other.json"), description("gpt2").dump());
+    write_file(dir.file("tokenizer_config.json"), R"({"add_bos_token": true, "pad_token": "<new>"})");
+    const Tokenizer alone(dir.file("other.json"));
+    EXPECT_EQ(alone.vocab_size(), make(description("gpt2")).vocab_size());
 }
 
 TEST(Tokenizer, SettingsThatChangeTokensAreErrors) {

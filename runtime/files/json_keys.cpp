@@ -1,11 +1,14 @@
 #include "runtime/files/json_keys.h"
 
 #include <set>
+#include <unordered_map>
+#include <utility>
 
 #include "runtime/error.h"
 #include "runtime/files/files.h"
 
 using nlohmann::json;
+using nlohmann::ordered_json;
 
 void write_json(const std::string& path, const json& value) {
     write_file(path, value.dump(2, ' ', false, json::error_handler_t::replace) + "\n");
@@ -33,7 +36,7 @@ class FaultFinder : public json::json_sax_t {
 
     bool key(string_t& name) override {
         if (!unique_keys || keys.back().insert(name).second) return true;
-        fault = str("key ", json(name).dump(-1, ' ', true, json::error_handler_t::replace).substr(0, 120), " twice");
+        fault = str("key ", shown(json(name)), " twice");
         return false;
     }
 
@@ -57,6 +60,66 @@ class FaultFinder : public json::json_sax_t {
     const size_t max_depth;
     const bool unique_keys;
     std::vector<std::set<std::string>> keys;  // of the objects and arrays that are open
+};
+
+// Makes an ordered_json. The library's own parser looks for each key among those before it, which takes a minute for
+// 300,000 keys.
+class OrderedBuilder : public nlohmann::json_sax<ordered_json> {
+  public:
+    ordered_json root;
+
+    bool null() override { return add(nullptr); }
+    bool boolean(bool value) override { return add(value); }
+    bool number_integer(number_integer_t value) override { return add(value); }
+    bool number_unsigned(number_unsigned_t value) override { return add(value); }
+    bool number_float(number_float_t value, const string_t&) override { return add(value); }
+    bool string(string_t& value) override { return add(std::move(value)); }
+    bool binary(binary_t&) override { return false; }
+    bool start_object(size_t) override { return open(ordered_json::object()); }
+    bool start_array(size_t) override { return open(ordered_json::array()); }
+    bool end_object() override { return close(); }
+    bool end_array() override { return close(); }
+    bool key(string_t& name) override {
+        levels.back().key = std::move(name);
+        return true;
+    }
+    bool parse_error(size_t, const std::string&, const json::exception&) override { return false; }
+
+  private:
+    struct Level {
+        ordered_json value;
+        std::string key;                                // of the value that comes next
+        std::unordered_map<std::string, size_t> index;  // of an object: where its keys are
+    };
+    bool open(ordered_json&& container) {
+        levels.push_back({std::move(container), "", {}});
+        return true;
+    }
+    bool close() {
+        ordered_json value = std::move(levels.back().value);
+        levels.pop_back();
+        return add(std::move(value));
+    }
+    bool add(ordered_json&& value) {
+        if (levels.empty()) {
+            root = std::move(value);
+            return true;
+        }
+        Level& level = levels.back();
+        if (level.value.is_array()) {
+            level.value.push_back(std::move(value));
+            return true;
+        }
+        auto& members = level.value.get_ref<ordered_json::object_t&>();
+        const auto [found, is_new] = level.index.try_emplace(level.key, members.size());
+        if (is_new)
+            members.emplace_back(std::move(level.key), std::move(value));
+        else
+            (members.begin() + int64_t(found->second))->second = std::move(value);  // the last one counts, as in Python
+        return true;
+    }
+
+    std::vector<Level> levels;
 };
 
 // Python's json module writes NaN and Infinity, which JSON lacks. As strings they are values that no known key accepts.
@@ -90,16 +153,38 @@ std::string json_fault(std::string_view text, size_t max_depth, bool unique_keys
     return finder.fault;
 }
 
-json read_json(const std::string& path) {
+namespace {
+
+// The text of a JSON file, without faults.
+std::string read_text(const std::string& path) {
     std::string text = read_file(path, int64_t(1) << 28);
     const std::string fault = json_fault(text);
-    if (!fault.empty()) {
-        text = quote_non_numbers(text);
-        require(json_fault(text).empty(), path, ": ", fault, "; the file is damaged");
-    }
-    json object = json::parse(text);
-    require(object.is_object(), path, ": JSON, but not an object; the file is damaged");
-    return object;
+    if (fault.empty()) return text;
+    text = quote_non_numbers(text);
+    require(json_fault(text).empty(), path, ": ", fault, "; the file is damaged");
+    return text;
+}
+
+template <typename Json>
+Json checked_object(Json value, const std::string& path) {
+    require(value.is_object(), path, ": JSON, but not an object; the file is damaged");
+    return value;
+}
+
+}  // namespace
+
+json read_json(const std::string& path) {
+    return checked_object(json::parse(read_text(path)), path);
+}
+
+ordered_json parse_ordered_json(std::string_view text) {
+    OrderedBuilder builder;
+    require(ordered_json::sax_parse(text, &builder), "broken JSON");
+    return std::move(builder.root);
+}
+
+ordered_json read_ordered_json(const std::string& path) {
+    return checked_object(parse_ordered_json(read_text(path)), path);
 }
 
 json JsonKeys::value(const char* key) const {
@@ -107,9 +192,7 @@ json JsonKeys::value(const char* key) const {
 }
 
 void JsonKeys::wrong(const char* key, const std::string& expected) const {
-    std::string found =
-        value(key).is_null() ? "missing" : value(key).dump(-1, ' ', true, json::error_handler_t::replace);
-    if (found.size() > 60) found = found.substr(0, 60) + "…";
+    const std::string found = value(key).is_null() ? "missing" : shown(value(key));
     throw Error(str(path, ": key '", inside, key, "' is ", found, ", expected ", expected, "; the file is damaged"));
 }
 

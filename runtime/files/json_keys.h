@@ -13,9 +13,20 @@
 // calls back. unique_keys: a key given twice is a fault, of which the JSON library would keep the last value only.
 std::string json_fault(std::string_view text, size_t max_depth = 100, bool unique_keys = false);
 
-// Writes a JSON object and flushes it; reads one, with an Error if it is damaged or not an object.
+// Writes a JSON object and flushes it; reads one, with an Error if it is damaged or not an object. ordered: with the
+// keys in the order of the file.
 void write_json(const std::string& path, const nlohmann::json& json);
 nlohmann::json read_json(const std::string& path);
+nlohmann::ordered_json read_ordered_json(const std::string& path);
+// Throws Error for text with a fault.
+nlohmann::ordered_json parse_ordered_json(std::string_view text);
+
+// A value as a message of one line shows it.
+template <typename Json>
+std::string shown(const Json& value) {
+    std::string text = value.dump(-1, ' ', true, Json::error_handler_t::replace);
+    return text.size() > 120 ? text.substr(0, 120) + "…" : text;
+}
 
 struct JsonKeys {
     std::string path;  // of the file

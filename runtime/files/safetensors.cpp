@@ -30,13 +30,6 @@ std::string checksum_key(const std::string& tensor) {
     return "crc32c " + tensor;
 }
 
-// Makes text from a file fit for an error message: printable, on one line, not too long.
-std::string shown(const json& value) {
-    std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
-    if (text.size() > 120) text = text.substr(0, 120) + "…";
-    return text;
-}
-
 int64_t read_length(const std::string& path, const FileReader& file) {
     require(file.size() >= 8, path, ": is ", file.size(), " bytes, too short for a safetensors file");
     uint8_t bytes[8];
@@ -127,11 +120,12 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : file(path) {
         if (name == "__metadata__") {
             require(value.is_object(), path, ": __metadata__ is not a JSON object; the file is corrupt");
             for (const auto& [key, text] : value.items()) {
-                require(text.is_string(), path, ": __metadata__ ", shown(key), " is not a string; the file is corrupt");
+                require(text.is_string(), path, ": __metadata__ ", shown(json(key)),
+                        " is not a string; the file is corrupt");
                 meta[key] = text.get<std::string>();
             }
         } else {
-            table[name] = read_entry(str(path, ": tensor ", shown(name)), value, data_bytes);
+            table[name] = read_entry(str(path, ": tensor ", shown(json(name))), value, data_bytes);
         }
     }
 
@@ -143,7 +137,7 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : file(path) {
     });
     int64_t at = 0;
     for (const auto& [name, entry] : order) {
-        require(entry->begin == at, path, ": tensor ", shown(*name), " starts at byte ", entry->begin,
+        require(entry->begin == at, path, ": tensor ", shown(json(*name)), " starts at byte ", entry->begin,
                 " of the data, expected ", at, " (", entry->begin < at ? "overlap" : "hole", "); the file is corrupt");
         at = entry->end;
     }
@@ -153,7 +147,7 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : file(path) {
 
 const SafetensorsEntry& SafetensorsFile::entry(const std::string& name) const {
     const auto found = table.find(name);
-    require(found != table.end(), path(), ": there is no tensor ", shown(name));
+    require(found != table.end(), path(), ": there is no tensor ", shown(json(name)));
     return found->second;
 }
 
@@ -169,7 +163,7 @@ std::optional<uint32_t> SafetensorsFile::checksum(const std::string& name) const
     if (found == meta.end()) return {};
     const std::string& digits = found->second;
     require(digits.size() == 8 && digits.find_first_not_of("0123456789abcdef") == std::string::npos, path(),
-            ": __metadata__ ", shown(found->first), " is ", shown(digits),
+            ": __metadata__ ", shown(json(found->first)), " is ", shown(json(digits)),
             ", not eight hexadecimal digits; the file is corrupt");
     return uint32_t(std::stoul(digits, nullptr, 16));
 }
