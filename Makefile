@@ -199,9 +199,10 @@ DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuf
 JUMBO_DIRS := $(if $(filter no,$(JUMBO)),,commands data data/jinja data/library driver infer parallel runtime/device runtime/files runtime/model)
 LIBRARY_GROUP := $(filter-out data/jinja/%,$(filter data/%,$(DATA_LIB_SOURCES)))
 jumbo_sources = $(if $(filter data/library,$(1)),$(LIBRARY_GROUP),$(filter-out $(filter-out data/jinja/%,$(DATA_LIB_SOURCES)),$(filter $(wildcard $(1)/*.cpp),$(SOURCES))))
+GROUPED := $(foreach dir,$(JUMBO_DIRS),$(call jumbo_sources,$(dir)))
 # The objects of sources: groups, and single files.
 objects = $(patsubst %,$(BUILD)/%.o,$(foreach dir,$(JUMBO_DIRS),$(if $(filter $(call jumbo_sources,$(dir)),$(1)),$(dir)/jumbo.cpp)) \
-    $(filter-out $(foreach dir,$(JUMBO_DIRS),$(call jumbo_sources,$(dir))),$(1)))
+    $(filter-out $(GROUPED),$(1)))
 OBJECTS := $(call objects,$(SOURCES))
 
 # ---- rules ------------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def is_input(where, message, of_prompt):
     write it. The weight is no part of what a template sees."""
     weight = message.pop("weight", 1) if message["role"] == "assistant" else 1
     if weight not in (0, 1):
-        raise DataError(f"{where} has the weight {weight!r}; give 1, or 0 for a turn that is not learnt")
+        raise DataError(f"{where} has the weight {weight!r}; give 1, or 0 for a turn without loss tokens")
     return of_prompt or not weight
 
 

@@ -81,6 +81,7 @@ if [[ $sudo == yes ]]; then
     apt-get -qq install -y sudo >/dev/null
     echo "$user ALL=(ALL) NOPASSWD: ALL" >/etc/sudoers.d/newcomer
 else
+    rm -f /etc/sudoers.d/newcomer  # of an earlier run in this tree
     $install_line >/dev/null
 fi
 PREPARE
