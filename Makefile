@@ -279,7 +279,7 @@ $(BUILD)/build_lines.cpp: FORCE
 	    text="extern const char BUILD_LINES[] = \"commit $$commit\\narchitectures $(or $(ARCHS:%=sm_%),$(patsubst -march=%,%,$(ARCH_FLAGS)))\\n\";"; [ "$$(cat $@ 2>/dev/null)" = "$$text" ] || echo "$$text" >$@
 
 $(BUILD)/build_lines.cpp.o: $(BUILD)/build_lines.cpp $(BUILD)/flags
-	$(Q)$(COMPILE) -c $< -o $@
+	$(Q)$(COMPILE) $(PREPROCESS) -c $< -o $@
 
 # Of the archive only what the C interface needs comes along, and that has no use for a tokenizer.
 $(KERNEL_LIB): private LIBS := $(filter-out $(TOKENIZER_LIBS),$(LIBS))
