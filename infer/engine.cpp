@@ -48,6 +48,11 @@ int64_t bucket(int64_t length, int64_t capacity) {
 
 }  // namespace
 
+// The most tokens of a pass.
+int64_t Engine::pass_tokens() const {
+    return std::max(std::min(prompt_chunk_tokens(), options.prompt_tokens), options.slots);
+}
+
 int64_t Engine::prompt_chunk_tokens() {
     return backend_device() == Device::CPU ? 512 : 8192;
 }
@@ -62,13 +67,11 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
       stream(s),
       dynamic_rope(config.positions == Positions::RoPE && config.rope_scaling.kind == RopeScaling::Kind::Dynamic &&
                    options.context > config.rope_scaling.original_max_position),
-      cache(config, options.slots, options.context, options.dtype),
-      windows(cache.windows()),
+      cache(config, {options.slots, options.context, options.cache_pages, pass_tokens()}, options.dtype),
       fused_step_max_batch(
           options.batch_invariant || unfused_model_option(config) ? 0 : decode_step_max_batch(decode_model())),
       states(config, options.slots),
-      lengths(size_t(options.slots), 0),
-      longest(size_t(options.slots), 0) {
+      lengths(size_t(options.slots), 0) {
     require(options.slots > 0 && options.context > 0, "engine: a batch of ", options.slots, " sequences of ",
             options.context, " tokens; both must be positive");
     require(config.positions != Positions::Learned || options.context <= config.max_positions, "a context of ",
@@ -90,7 +93,7 @@ Engine::~Engine() {
 void Engine::plan_memory() {
     const ModelConfig& c = config;
     const DType T = options.dtype;
-    const int64_t B = options.slots, N = std::max(std::min(prompt_chunk_tokens(), options.prompt_tokens), B);
+    const int64_t B = options.slots, N = pass_tokens();
     const int64_t attention = c.heads * c.head_size, words = (options.sampled_vocab + 31) / 32;
     auto add = [&](Tensor* t, const char* name, DType dtype, const std::vector<int64_t>& shape, int64_t first,
                    int64_t last_use) { bindings.emplace_back(t, plan.add(name, dtype, shape, first, last_use)); };
@@ -101,10 +104,12 @@ void Engine::plan_memory() {
     };
     keep(&tokens, "tokens", DType::I32, {N});
     keep(&positions, "positions", DType::I32, {N});
-    keep(&rows, "rows", DType::I32, {N});
+    rows.resize(size_t(cache.num_groups()));
+    for (Tensor& t : rows) keep(&t, "rows", DType::I32, {N});
     keep(&iota, "iota", DType::I32, {N});
-    keep(&cum_q, "cum_q", DType::I32, {2 * B + 1});
-    keep(&cum_k, "cum_k", DType::I32, {2 * B + 1});
+    keep(&cum_q, "cum_q", DType::I32, {B + 1});
+    keep(&cum_k, "cum_k", DType::I32, {B + 1});
+    keep(&pass_slots, "pass_slots", DType::I32, {B});
     if (c.positions == Positions::RoPE)
         keep(&table, "rope_table", DType::F32, {dynamic_rope ? N : options.context, c.rotary_channels() / 2, 2});
     keep(&x, "x", T, {N, c.channels});
@@ -113,24 +118,7 @@ void Engine::plan_memory() {
     const bool has_linear = c.has_linear_attention();
     const LinearAttentionSizes linear{
         N, B, c.heads, c.kv_heads, c.head_size, c.head_size, std::min(N, prompt_chunk_tokens())};
-    if (has_linear || !windows.empty()) keep(&cum_tokens, "cum_tokens", DType::I32, {B + 1});
-    int64_t past_keys = 0;  // of earlier passes, that a pass sees in layers with a ring
-    rings.resize(windows.size());
-    for (size_t i = 0; i < windows.size(); i++) {
-        const int64_t past = B * (windows[i] - 1);
-        RingTensors& ring = rings[i];
-        keep(&ring.cum_k, "ring_cum_k", DType::I32, {B + 1});
-        for (Tensor* t : {&ring.new_keys, &ring.kept_from, &ring.kept_to}) keep(t, "ring_rows", DType::I32, {N});
-        for (Tensor* t : {&ring.past_from, &ring.past_to}) keep(t, "ring_past_rows", DType::I32, {past});
-        past_keys = std::max(past_keys, past);
-    }
-    for (Tensor* t : {&ring_k, &ring_v})
-        if (!windows.empty())
-            add(t, "ring_keys_and_values", T, {N + past_keys, c.kv_heads, c.head_size}, ATTENTION, ATTENTION);
-    if (has_linear) {
-        keep(&linear_slots, "linear_slots", DType::I32, {B});
-        add(&past_s, "past_s", DType::F32, {B, c.kv_heads, c.head_size, c.head_size}, ATTENTION, ATTENTION);
-    }
+    if (has_linear) add(&past_s, "past_s", DType::F32, {B, c.kv_heads, c.head_size, c.head_size}, ATTENTION, ATTENTION);
     if (c.layers_of(AttentionType::Linear))
         add(&past_z, "past_z", DType::F32, {B, c.kv_heads, c.head_size}, ATTENTION, ATTENTION);
     if (c.layers_of(AttentionType::GatedLinear)) {
@@ -177,10 +165,9 @@ void Engine::allocate(const InferenceWeights& model_weights) {
         *tensor = memory.at(e.offset, e.dtype, e.shape);
     }
     const int64_t N = tokens.shape[0], B = options.slots;
-    int64_t ring_bytes = 0;
-    for (const RingTensors& r : rings) ring_bytes += r.cum_k.bytes() + 3 * r.new_keys.bytes() + 2 * r.past_from.bytes();
-    staging = std::make_unique<Staging>(ring_bytes + (4 * N + 10 * B + 9) * 4 + (dynamic_rope ? table.bytes() : 0) +
-                                            B * (6 * 4 + 2 * 8) + (seen ? seen.bytes() : 0),
+    staging = std::make_unique<Staging>(cache.table_bytes() + ((2 + cache.num_groups()) * N + 10 * B + 9) * 4 +
+                                            (dynamic_rope ? table.bytes() : 0) + B * (6 * 4 + 2 * 8) +
+                                            (seen ? seen.bytes() : 0),
                                         4);
     results = HostMemory(host_alloc(size_t(B) * 16), host_free);
     const Tensor result_rows = make_tensor(results.get(), DType::I32, Device::CPU, {2, 2 * B});
@@ -191,12 +178,9 @@ void Engine::allocate(const InferenceWeights& model_weights) {
     }
     device_fill(decode_scratch.data, 0, size_t(decode_scratch.bytes()), stream);
     if (fused_step_max_batch > 0) {
-        std::vector<Tensor> k, v;
-        for (int64_t l = 0; l < config.layers; l++) {
-            k.push_back(cache.k(l));
-            v.push_back(cache.v(l));
-        }
-        decode_step_prepare(step_scratch, decode_model(), weights, k, v, stream);
+        std::vector<LayerCache> of_layer;
+        for (int64_t l = 0; l < config.layers; l++) of_layer.push_back(cache.layer(l));
+        decode_step_prepare(step_scratch, decode_model(), weights, of_layer, stream);
     }
     std::vector<int32_t> count(size_t(N), 0);
     std::iota(count.begin(), count.end(), 0);
@@ -204,6 +188,8 @@ void Engine::allocate(const InferenceWeights& model_weights) {
     fill_rope_table();
     synchronize(stream);  // the source of the copy is a local variable
     count_weight_bytes();
+    staging->next();
+    cache.upload_tables(*staging, stream);
     prepare_graphs();
     device_fill(buffer_index.data, 0, size_t(buffer_index.bytes()), stream);
 }
@@ -371,64 +357,50 @@ LinearAttentionState Engine::copy_states(const LinearAttentionState& from) {
 
 // Runs packed prompt chunks through the model. For each prompt that ends in this pass, copies the last token's row of x
 // to `last`, the head's input, from row first_finished on.
-void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t first_finished) {
-    // Keys are ordered by slot. The unused cache rows between the keys of two sequences are passed to attention as
-    // sequences without queries.
-    std::vector<PromptChunk> chunks = unsorted;
-    std::sort(chunks.begin(), chunks.end(),
-              [](const PromptChunk& a, const PromptChunk& b) { return a.prompt->slot < b.prompt->slot; });
-    std::vector<int32_t> token, position, row, q_ends{0}, k_ends{0}, ends{0}, slots;
+void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished) {
+    std::vector<int32_t> token, position, q_ends{0}, k_ends{0}, slots, finished;
+    std::vector<std::vector<int32_t>> row(rows.size());
     std::vector<int64_t> sequence_lengths;
-    std::map<const Prompt*, int32_t> last_token;
-    std::vector<PassChunk> pass;
-    int64_t most_tokens = 0;  // of a chunk
+    int64_t most_tokens = 0, most_keys = 0;  // of a chunk
     const bool has_past =
         std::any_of(chunks.begin(), chunks.end(), [&](const PromptChunk& p) { return length(p.prompt->slot) > 0; });
     for (const PromptChunk& p : chunks) {
-        const int64_t n = p.end - p.begin, past = lengths[size_t(p.prompt->slot)],
-                      first_row = p.prompt->slot * options.context;
+        const int64_t slot = p.prompt->slot, n = p.end - p.begin, past = length(slot);
+        if (has_past && past == 0) states.clear(slot, stream);
+        grow(slot, n);
         for (int64_t i = 0; i < n; i++) {
             token.push_back(p.prompt->tokens[size_t(p.begin + i)]);
             position.push_back(static_cast<int32_t>(past + i));
-            row.push_back(static_cast<int32_t>(first_row + past + i));
+            for (size_t g = 0; g < row.size(); g++) row[g].push_back(cache.row(int64_t(g), slot, past + i));
             sequence_lengths.push_back(past + n);
         }
-        q_ends.push_back(q_ends.back());
-        k_ends.push_back(static_cast<int32_t>(first_row));
         q_ends.push_back(q_ends.back() + static_cast<int32_t>(n));
-        k_ends.push_back(static_cast<int32_t>(first_row + past + n));
-        ends.push_back(q_ends.back());
-        slots.push_back(static_cast<int32_t>(p.prompt->slot));
-        if (has_past && past == 0) states.clear(p.prompt->slot, stream);
-        pass.push_back({p.prompt->slot, past, n});
+        k_ends.push_back(k_ends.back() + static_cast<int32_t>(past + n));
+        slots.push_back(static_cast<int32_t>(slot));
         most_tokens = std::max(most_tokens, n);
-        last_token[p.prompt] = static_cast<int32_t>(token.size()) - 1;
-        grow(p.prompt->slot, n);
+        most_keys = std::max(most_keys, past + n);
+        if (p.end == int64_t(p.prompt->tokens.size())) finished.push_back(q_ends.back() - 1);
     }
-    std::vector<int32_t> finished;
-    for (const PromptChunk& p : unsorted)
-        if (p.end == int64_t(p.prompt->tokens.size())) finished.push_back(last_token[p.prompt]);
 
     staging->next();
+    cache.upload_tables(*staging, stream);
     const auto put = [&](const Tensor& planned, const std::vector<int32_t>& host) {
         const Tensor t = planned.rows(0, int64_t(host.size()));
         if (!host.empty()) staging->put(t.data, host.data(), t.bytes(), stream);
         return t;
     };
-    const Tensor token_ids = put(tokens, token), token_positions = put(positions, position),
-                 token_rows = put(rows, row);
+    const Tensor token_ids = put(tokens, token), token_positions = put(positions, position);
+    std::vector<Tensor> token_rows;  // by group
+    for (size_t g = 0; g < row.size(); g++) token_rows.push_back(put(rows[g], row[g]));
     upload_angles(position, sequence_lengths);
-    AttentionSequences kv_sequences;
-    kv_sequences.cum_q = put(cum_q, q_ends);
-    kv_sequences.cum_k = put(cum_k, k_ends);
-    kv_sequences.max_q = most_tokens;
-    kv_sequences.max_k = options.slots * options.context;
+    AttentionSequences sequences_of_pass;
+    sequences_of_pass.cum_q = put(cum_q, q_ends);
+    sequences_of_pass.cum_k = put(cum_k, k_ends);
+    sequences_of_pass.max_q = most_tokens;
+    sequences_of_pass.max_k = most_keys;
+    sequences_of_pass.page_rows = put(pass_slots, slots);
     const Tensor finished_rows = put(last_rows, finished);
-    LinearAttentionSequences linear_sequences;
-    Tensor state_rows;
-    if (cum_tokens) linear_sequences = {put(cum_tokens, ends), most_tokens};
-    if (linear_slots) state_rows = put(linear_slots, slots);
-    const std::vector<RingPrefill> ring_prefills = upload_rings(pass, linear_sequences.cum, most_tokens);
+    const LinearAttentionSequences linear_sequences{sequences_of_pass.cum_q, most_tokens};
 
     const ModelConfig& c = config;
     const int64_t N = int64_t(token.size()), Q = c.heads * c.head_size;
@@ -439,62 +411,26 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t firs
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
                 l, N, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
-                    const LinearAttentionState end = states.layer(l, state_rows);
+                    const LinearAttentionState end = states.layer(l, sequences_of_pass.page_rows);
                     linear_attention_forward(out, {}, end, h.q, h.k, h.v, g,
                                              has_past ? copy_states(end) : LinearAttentionState{}, linear_sequences,
                                              type, attention_scratch, stream);
                 });
         }
-        const Tensor heads = qkv.rows(0, N);
-        const auto attend = [&](const Tensor& k, const Tensor& v, const Tensor& new_rows,
-                                const AttentionSequences& sequences_of_keys) {
-            kv_append(k, v, heads, new_rows, angles, rotating_table(l), c.heads, stream);
-            attention_forward(split_heads(att.rows(0, N), c.heads), {}, split_heads(heads.columns(0, Q), c.heads), k, v,
-                              sequences_of_keys, c.attention_scale(), attention_scratch, stream);
-        };
-        const Tensor k = cache.k_rows(l), v = cache.v_rows(l);
-        if (!cache.window(l)) return attend(k, v, token_rows, kv_sequences);
-        const auto index = std::find(windows.begin(), windows.end(), cache.window(l)) - windows.begin();
-        const RingPrefill& ring = ring_prefills[size_t(index)];
-        const Tensor packed_k = ring_k.rows(0, ring.keys), packed_v = ring_v.rows(0, ring.keys);
-        kv_copy(packed_k, packed_v, ring.past_to, k, v, ring.past_from, stream);
-        attend(packed_k, packed_v, ring.new_keys, ring.sequences);
-        kv_copy(k, v, ring.kept_to, packed_k, packed_v, ring.kept_from, stream);
+        const Tensor heads = qkv.rows(0, N), k = cache.k_rows(l), v = cache.v_rows(l);
+        AttentionSequences s = sequences_of_pass;
+        s.pages = cache.layer(l).pages;
+        s.window = cache.window(l);
+        kv_append(k, v, heads, token_rows[size_t(cache.group(l))], angles, rotating_table(l), c.heads, stream);
+        attention_forward(split_heads(att.rows(0, N), c.heads), {}, split_heads(heads.columns(0, Q), c.heads), k, v, s,
+                          c.attention_scale(), attention_scratch, stream);
     });
+    for (const PromptChunk& p : chunks) cache.forget(p.prompt->slot, length(p.prompt->slot));
     const int64_t done = int64_t(finished.size());
     if (done > 0) {  // an embedding look-up gathers the rows
         embedding_forward(last.rows(first_finished, first_finished + done), finished_rows, finished_rows, hidden, {},
                           stream);
     }
-}
-
-// Uploads what the pass does in layers with a ring, for each window. cum_q: the chunks of the pass.
-std::vector<Engine::RingPrefill> Engine::upload_rings(const std::vector<PassChunk>& chunks, const Tensor& cum_q_of_pass,
-                                                      int64_t most_tokens) {
-    std::vector<RingPrefill> prefills;
-    for (size_t i = 0; i < windows.size(); i++) {
-        const RingPass pass = ring_pass(chunks, windows[i], cache.ring_rows(windows[i]));
-        const auto put = [&](const Tensor& planned, const std::vector<int32_t>& host) {
-            const Tensor t = planned.rows(0, int64_t(host.size()));
-            if (!host.empty()) staging->put(t.data, host.data(), t.bytes(), stream);
-            return t;
-        };
-        const RingTensors& t = rings[i];
-        RingPrefill ring;
-        ring.sequences.cum_q = cum_q_of_pass;
-        ring.sequences.cum_k = put(t.cum_k, pass.cum_k);
-        ring.sequences.max_q = most_tokens;
-        ring.sequences.max_k = pass.longest;
-        ring.sequences.window = windows[i];
-        ring.keys = pass.cum_k.back();
-        ring.new_keys = put(t.new_keys, pass.new_keys);
-        ring.past_from = put(t.past_from, pass.past_from);
-        ring.past_to = put(t.past_to, pass.past_to);
-        ring.kept_from = put(t.kept_from, pass.kept_from);
-        ring.kept_to = put(t.kept_to, pass.kept_to);
-        prefills.push_back(ring);
-    }
-    return prefills;
 }
 
 void Engine::prefill(const std::vector<Prompt>& prompts) {
@@ -518,6 +454,7 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
     }
     require(total <= options.prompt_tokens, "engine: the prompts have ", total,
             " tokens; options.prompt_tokens allows ", options.prompt_tokens);
+    require(has_room(prompts), "engine: the KV cache has too few free pages for the prompts");
 
     if (prompts.empty()) return;
     std::vector<Sequence> continued;
@@ -668,7 +605,9 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
                 });
         }
         step_batch.table = rotating_table(l);
-        decode_attention(att.rows(0, B), qkv.rows(0, B), cache.k(l), cache.v(l), step_batch, cache.window(l),
+        const LayerCache of_layer = cache.layer(l);
+        step_batch.pages = of_layer.pages;
+        decode_attention(att.rows(0, B), qkv.rows(0, B), of_layer.k, of_layer.v, step_batch, cache.window(l),
                          c.attention_scale(), decode_scratch, stream);
     });
     compute_logits(hidden);
@@ -689,8 +628,21 @@ bool Engine::ready() const {
     const bool sparse = 2 * active() <= int64_t(batch.size());
     if (active() == 0 || steps_queued - steps_read >= steps_ahead() || (pending() && (batch_changed || sparse)))
         return false;
-    return std::all_of(batch.begin(), batch.end(),
-                       [&](const Sequence& s) { return s.retired || length(s.slot) < options.context; });
+    return has_room() && std::all_of(batch.begin(), batch.end(),
+                                     [&](const Sequence& s) { return s.retired || length(s.slot) < options.context; });
+}
+
+bool Engine::has_room(const std::vector<Prompt>& prompts) const {
+    int64_t missing = 0;
+    for (const Prompt& p : prompts) missing += cache.pages_missing(p.slot, length(p.slot) + int64_t(p.tokens.size()));
+    return missing <= cache.pages_available();
+}
+
+bool Engine::has_room() const {
+    int64_t missing = 0;
+    for (const Sequence& s : batch)
+        if (!s.retired) missing += cache.pages_missing(s.slot, length(s.slot) + 1);
+    return missing <= cache.pages_available();
 }
 
 // Removes the retired rows. The remaining rows are uploaded again: the host has read all of their tokens.
@@ -713,10 +665,12 @@ void Engine::decode() {
         }
         if (!s.retired) {
             grow(s.slot, 1);
+            cache.forget(s.slot, length(s.slot));
             most_tokens = std::max(most_tokens, length(s.slot));
         }
     }
-    if (dynamic_rope) staging->next();
+    if (dynamic_rope || cache.tables_changed()) staging->next();
+    cache.upload_tables(*staging, stream);
     upload_angles(token_positions, sequence_lengths);
     const int64_t B = int64_t(batch.size()), max_length = bucket(most_tokens, options.context);
     graphs[{B, max_length}].run(stream, [&] { decode_step(B, max_length); });
@@ -744,8 +698,8 @@ const Engine::Step& Engine::next() {
 }
 
 void Engine::grow(int64_t slot, int64_t by) {
+    cache.grow(slot, length(slot) + by);
     lengths[size_t(slot)] += by;
-    longest[size_t(slot)] = std::max(longest[size_t(slot)], lengths[size_t(slot)]);
 }
 
 // The row is retired on the device too: a step that skips it reads less of the cache.
@@ -763,10 +717,10 @@ void Engine::retire(int64_t slot) {
 
 int64_t Engine::truncate(int64_t slot, int64_t kept) {
     require(kept >= 0 && kept <= length(slot), "engine: slot ", slot, " holds ", length(slot), " tokens, not ", kept);
-    // A state cannot be rewound, and a ring holds the last keys only.
-    if (kept < length(slot) && (config.has_linear_attention() || !cache.holds(kept, longest[size_t(slot)]))) kept = 0;
+    // A state cannot be rewound, and of a window the cache holds the last keys only.
+    if (kept < length(slot) && (config.has_linear_attention() || !cache.holds(slot, kept))) kept = 0;
     lengths[size_t(slot)] = kept;
-    if (kept == 0) longest[size_t(slot)] = 0;
+    cache.cut(slot, kept);
     if (kept == 0 && !seen_bits.empty()) std::fill(seen_bits[size_t(slot)].begin(), seen_bits[size_t(slot)].end(), 0);
     return kept;
 }

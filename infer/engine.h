@@ -39,6 +39,7 @@ struct EngineOptions {
     int64_t slots = 1;          // largest batch size: sequences that generate at the same time
     int64_t context = 0;        // largest length of a sequence in tokens, prompt and completion
     int64_t prompt_tokens = 0;  // largest sum of the prompt lengths of one prefill(); 0: slots·context
+    int64_t cache_pages = 0;    // pages of the KV cache (infer/kv_cache.h); 0: enough for all slots at full length
     DType dtype = DType::F32;   // of weights, activations and cache
     SamplingOptions sampling;
     int64_t sampled_vocab = 0;  // only ids below this are sampled (infer/prompts.h); 0: the model's whole vocabulary
@@ -87,19 +88,24 @@ class Engine {
     // Appends the prompts' tokens to their slots and queues a step that samples the token after each. decode() then
     // continues these sequences and all earlier ones that were not retired. Every queued step must have been read.
     // Throws Error for a slot that is given twice or is still generating, a prompt without tokens, a token outside the
-    // vocabulary, a sequence that exceeds the context, or more tokens in all than options.prompt_tokens.
+    // vocabulary, a sequence that exceeds the context, more tokens in all than options.prompt_tokens, or prompts that
+    // the cache has too few free pages for (has_room()).
     void prefill(const std::vector<Prompt>& prompts);
     // Queues a step: each sequence's sampled token joins its context, and the next token is sampled. Call it only when
     // ready().
     void decode();
-    // Whether a step can be queued now: at least one sequence is active, none has reached the context limit, and the
-    // host has read the steps that the next one depends on.
+    // Whether a step can be queued now: at least one sequence is active, none has reached the context limit, the cache
+    // has a free page for each sequence that needs one, and the host has read the steps that the next one depends on.
     bool ready() const;
+    // Whether the cache has free pages for these prompts.
+    bool has_room(const std::vector<Prompt>& prompts) const;
+    // Whether it has them for the next step of the active sequences. Retire and truncate() one to get more.
+    bool has_room() const;
     // The oldest step that was not read yet. Valid until the next call. Throws Error if the logits were not finite.
     const Step& next();
     bool pending() const { return steps_queued > steps_read; }
 
-    // The sequence takes no part in further steps. Its tokens stay in the cache until truncate().
+    // The sequence takes no part in further steps. Its tokens keep their pages of the cache until truncate().
     void retire(int64_t slot);
     // Cuts the slot's sequence to its first `tokens` tokens. Returns how many are kept: a model with linear attention
     // keeps all tokens or none. If none are kept, the repetition penalty starts from an empty sequence too.
@@ -131,15 +137,6 @@ class Engine {
         const Prompt* prompt;
         int64_t begin, end;
     };
-    // A RingPass (infer/kv_cache.h) on the device.
-    struct RingTensors {
-        Tensor cum_k, new_keys, past_from, past_to, kept_from, kept_to;
-    };
-    struct RingPrefill {
-        AttentionSequences sequences;
-        int64_t keys;  // that are packed
-        Tensor new_keys, past_from, past_to, kept_from, kept_to;
-    };
     // A step that is queued, with the host memory that receives its results.
     struct QueuedStep {
         std::vector<int64_t> slots;  // of each row; -1 where the sequence is retired
@@ -148,13 +145,12 @@ class Engine {
         float* losses = nullptr;
     };
 
+    int64_t pass_tokens() const;
     void plan_memory();
     void fill_rope_table();
     void count_weight_bytes();
     void prepare_graphs();
     void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished);
-    std::vector<RingPrefill> upload_rings(const std::vector<PassChunk>& chunks, const Tensor& cum_q_of_pass,
-                                          int64_t most_tokens);
     void grow(int64_t slot, int64_t by);
     void embed(Tensor hidden, Tensor token_ids, Tensor token_positions);
     void norm(Tensor out, Tensor inp, const NormWeights& w);
@@ -182,7 +178,6 @@ class Engine {
     const Stream stream;
     const bool dynamic_rope;  // RoPE angles depend on the sequence's current length
     KvCache cache;
-    const std::vector<int64_t> windows;  // of layers whose cache is a ring
     const int64_t fused_step_max_batch;  // 0: the fused decode step is not used
     StateCache states;
     ArenaPlan plan;
@@ -193,16 +188,13 @@ class Engine {
     std::unique_ptr<Staging> staging;
 
     // A pass over N tokens.
-    Tensor tokens, positions, rows, iota;  // [N] int32; iota: 0 … N − 1
-    Tensor cum_q, cum_k;                   // [2·slots + 1] int32
-    Tensor x, qkv, att, act;               // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
-    Tensor normed, gate, linear_att;       // gated_linear: [N, C], [N, NKV] fp32, att before the head norm
-    Tensor unnormed;                       // norms after attention and the MLP: [N, C], what they read
-    Tensor cum_tokens;                     // [slots + 1] int32: sequences without gaps
-    Tensor linear_slots;                   // [slots] int32
-    std::vector<RingTensors> rings;        // by window
-    Tensor ring_k, ring_v;                 // [packed keys, NKV, HS]: what attention in a layer with a ring reads
-    Tensor past_s, past_z;                 // [slots, NKV, HS, HS], [slots, NKV, HS]: a layer's states
+    Tensor tokens, positions, iota;   // [N] int32; iota: 0 … N − 1
+    std::vector<Tensor> rows;         // [N] int32: of the new keys, by group of layers (infer/kv_cache.h)
+    Tensor cum_q, cum_k, pass_slots;  // [slots + 1], [slots + 1], [slots] int32: of the chunks
+    Tensor x, qkv, att, act;          // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
+    Tensor normed, gate, linear_att;  // gated_linear: [N, C], [N, NKV] fp32, att before the head norm
+    Tensor unnormed;                  // norms after attention and the MLP: [N, C], what they read
+    Tensor past_s, past_z;            // [slots, NKV, HS, HS], [slots, NKV, HS]: a layer's states
     Tensor scratch, attention_scratch, decode_scratch, step_scratch;  // bytes
     Tensor table;  // [context, R/2, 2]; with dynamic_rope [N, R/2, 2]: the angles of each token of the pass
     // A step over B sequences.
@@ -213,11 +205,10 @@ class Engine {
     Tensor host_tokens, buffer_index;      // [2, B] int32 on the host: the sampled tokens, in alternate rows; [1] int32
     Tensor sample_scratch;                 // bytes
 
-    std::vector<Sequence> batch;                  // the rows of a step
-    bool batch_changed = false;                   // the rows on the device are not those of batch
-    std::vector<int64_t> lengths;                 // by slot
-    std::vector<int64_t> longest;                 // by slot: length of the sequence before it was cut back, or now
-    std::vector<std::vector<int32_t>> seen_bits;  // by slot: a bit for each token; empty without a penalty
+    std::vector<Sequence> batch;                          // the rows of a step
+    bool batch_changed = false;                           // the rows on the device are not those of batch
+    std::vector<int64_t> lengths;                         // by slot
+    std::vector<std::vector<int32_t>> seen_bits;          // by slot: a bit for each token; empty without a penalty
     std::map<std::pair<int64_t, int64_t>, Graph> graphs;  // by batch size and longest context
 
     HostMemory results{nullptr, host_free};

@@ -1,79 +1,176 @@
 #include "infer/kv_cache.h"
 
-RingPass ring_pass(const std::vector<PassChunk>& chunks, int64_t window, int64_t rows) {
-    RingPass pass;
-    pass.cum_k.push_back(0);
-    for (const PassChunk& c : chunks) {
-        const int64_t past = std::min(c.past, window - 1), kept = std::min(c.tokens, rows);
-        const auto row_of = [&](int64_t position) { return static_cast<int32_t>(c.slot * rows + position % rows); };
-        const int32_t first = pass.cum_k.back(), first_new = first + static_cast<int32_t>(past);
-        for (int64_t i = 0; i < past; i++) {
-            pass.past_from.push_back(row_of(c.past - past + i));
-            pass.past_to.push_back(first + static_cast<int32_t>(i));
-        }
-        for (int64_t i = 0; i < c.tokens; i++) {
-            const int32_t packed = first_new + static_cast<int32_t>(i);
-            pass.new_keys.push_back(packed);
-            if (i < c.tokens - kept) continue;
-            pass.kept_from.push_back(packed);
-            pass.kept_to.push_back(row_of(c.past + i));
-        }
-        pass.cum_k.push_back(first_new + static_cast<int32_t>(c.tokens));
-        pass.longest = std::max(pass.longest, past + c.tokens);
-    }
-    return pass;
+namespace {
+
+int64_t pages_for(int64_t tokens) {
+    return (tokens + KV_PAGE - 1) / KV_PAGE;
 }
 
-KvCache::KvCache(const ModelConfig& c, int64_t num_slots, int64_t tokens, DType type)
-    : slots(num_slots), capacity(tokens), kv_heads(c.kv_heads), head_size(c.head_size), dtype(type) {
+int64_t aligned(int64_t bytes) {
+    return (bytes + ArenaPlan::ALIGNMENT - 1) / ArenaPlan::ALIGNMENT * ArenaPlan::ALIGNMENT;
+}
+
+}  // namespace
+
+KvCache::KvCache(const ModelConfig& c, const KvCacheSize& size, DType type)
+    : slots(size.slots),
+      capacity(size.capacity),
+      columns(pages_for(size.capacity)),
+      kv_heads(c.kv_heads),
+      head_size(c.head_size),
+      dtype(type) {
+    constexpr int64_t MAX_ROWS = int64_t(1) << 30;  // of a layer
     int64_t all_rows;
-    constexpr int64_t MAX_ROWS = int64_t(1) << 30;  // without windows
-    const bool fits = !__builtin_mul_overflow(slots, capacity, &all_rows) && all_rows <= MAX_ROWS;
+    const bool fits = !__builtin_mul_overflow(slots, columns * KV_PAGE, &all_rows) && all_rows <= MAX_ROWS;
     for (int64_t l = 0; l < c.layers; l++) {
         Layer layer;
         if (c.attention_type(l) == AttentionType::Softmax) {
             require(fits, "a KV cache for ", slots, " sequences of ", capacity,
                     " tokens has more than 2^30 rows; use fewer sequences (--batch-size) or a shorter context");
-            const int64_t window = c.window(l);
-            layer.window = window < capacity ? window : 0;
-            layer.rows = layer.window ? ring_rows(layer.window) : capacity;
+            layer.window = c.window(l) < capacity ? c.window(l) : 0;
+            layer.group = group_of(layer.window, size);
             layer.at = total;
             total += 2 * layer_bytes(layer);
         }
         layers.push_back(layer);
     }
+    total += num_groups() ? aligned(table_bytes()) : 0;
+}
+
+int64_t KvCache::group_of(int64_t window, const KvCacheSize& size) {
+    for (size_t i = 0; i < groups.size(); i++)
+        if (groups[i].window == window) return int64_t(i);
+    Group g{window, PagePool(), std::vector<int32_t>(size_t(slots * columns), -1), {}, {}, {}};
+    g.first.assign(size_t(slots), 0);
+    g.end.assign(size_t(slots), 0);
+    g.pool = PagePool(pages_of(g, size));
+    for (int64_t i = 0; i < slots * columns; i++) g.changed.push_back(i);
+    groups.push_back(std::move(g));
+    return int64_t(groups.size()) - 1;
+}
+
+// A window needs the pages that its tokens can touch. During a pass there are, beside these, pages for the pass's
+// tokens, the first of which may begin a page in each sequence.
+int64_t KvCache::pages_of(const Group& g, const KvCacheSize& size) const {
+    const int64_t all = slots * columns;
+    if (!g.window) return size.pages ? std::min(size.pages, all) : all;
+    const int64_t of_window = pages_for(g.window - 1 + STEPS_BACK) + 1;
+    return std::min(all, slots * (of_window + 1) + pages_for(size.pass_tokens));
 }
 
 int64_t KvCache::layer_bytes(const Layer& layer) const {
-    const int64_t bytes = slots * layer.rows * row_bytes();
-    return (bytes + ArenaPlan::ALIGNMENT - 1) / ArenaPlan::ALIGNMENT * ArenaPlan::ALIGNMENT;
+    return aligned(groups[size_t(layer.group)].pool.size() * KV_PAGE * row_bytes());
 }
 
 int64_t KvCache::bytes_read(int64_t length) const {
     int64_t rows = 0;
     for (const Layer& layer : layers)
-        if (layer.rows) rows += layer.window ? std::min(layer.window, length) : length;
+        if (layer.group >= 0) rows += layer.window ? std::min(layer.window, length) : length;
     return 2 * rows * row_bytes();
 }
 
-std::vector<int64_t> KvCache::windows() const {
-    std::vector<int64_t> found;
-    for (const Layer& layer : layers)
-        if (layer.window && std::find(found.begin(), found.end(), layer.window) == found.end())
-            found.push_back(layer.window);
-    return found;
+void KvCache::set_page(Group& g, int64_t slot, int64_t column, int32_t page) {
+    g.table[size_t(slot * columns + column)] = page;
+    g.changed.push_back(slot * columns + column);
 }
 
-bool KvCache::holds(int64_t length, int64_t longest) const {
-    return std::all_of(layers.begin(), layers.end(), [&](const Layer& layer) {
-        const int64_t oldest = std::max<int64_t>(longest - layer.rows, 0);  // position that has a row
-        return !layer.window || length == 0 || oldest <= std::max<int64_t>(length + 1 - layer.window, 0);
+int64_t KvCache::pages_missing(int64_t slot, int64_t length) const {
+    const Group* const g = unlimited_group();
+    return g ? std::max<int64_t>(pages_for(length) - g->end[size_t(slot)], 0) : 0;
+}
+
+int64_t KvCache::pages_available() const {
+    const Group* const g = unlimited_group();
+    return g ? g->pool.available() : 0;
+}
+
+const KvCache::Group* KvCache::unlimited_group() const {
+    const auto found = std::find_if(groups.begin(), groups.end(), [](const Group& g) { return g.window == 0; });
+    return found == groups.end() ? nullptr : &*found;
+}
+
+void KvCache::grow(int64_t slot, int64_t length) {
+    require(length <= capacity, "a sequence of ", length, " tokens exceeds the KV cache's ", capacity);
+    for (const Group& g : groups)
+        require(pages_for(length) - g.end[size_t(slot)] <= g.pool.available(), "the KV cache has ", g.pool.available(),
+                " free pages, too few for a sequence of ", length, " tokens");
+    for (Group& g : groups)
+        for (int64_t& end = g.end[size_t(slot)]; end < pages_for(length); end++) set_page(g, slot, end, g.pool.take());
+}
+
+void KvCache::forget(int64_t slot, int64_t length) {
+    for (Group& g : groups) {
+        if (!g.window) continue;
+        const int64_t oldest = std::max<int64_t>(length - STEPS_BACK + 1 - g.window, 0);  // position still seen
+        for (int64_t& first = g.first[size_t(slot)]; first < std::min(oldest / KV_PAGE, g.end[size_t(slot)]); first++) {
+            g.pool.release(g.table[size_t(slot * columns + first)]);
+            set_page(g, slot, first, -1);
+        }
+    }
+}
+
+void KvCache::cut(int64_t slot, int64_t length) {
+    for (Group& g : groups) {
+        int64_t &first = g.first[size_t(slot)], &end = g.end[size_t(slot)];
+        while (end > std::max(first, pages_for(length))) {
+            end--;
+            g.pool.release(g.table[size_t(slot * columns + end)]);
+            set_page(g, slot, end, -1);
+        }
+        if (length == 0) first = end = 0;
+    }
+}
+
+bool KvCache::holds(int64_t slot, int64_t length) const {
+    return std::all_of(groups.begin(), groups.end(), [&](const Group& g) {
+        const int64_t oldest = g.window ? std::max<int64_t>(length + 1 - g.window, 0) : 0;
+        return oldest >= length || g.first[size_t(slot)] <= oldest / KV_PAGE;
     });
 }
 
-Tensor KvCache::view(int64_t l, int64_t part, std::initializer_list<int64_t> shape) const {
+int64_t KvCache::pages_in_use() const {
+    int64_t pages = 0;
+    for (const Group& g : groups) pages += g.pool.size() - g.pool.available();
+    return pages;
+}
+
+LayerCache KvCache::layer(int64_t l) const {
     const Layer& layer = layers[size_t(l)];
-    return memory.at(layer.at + part * layer_bytes(layer), dtype, shape);
+    const int64_t pages = groups[size_t(layer.group)].pool.size();
+    const auto view = [&](int64_t at) { return memory.at(at, dtype, {pages, KV_PAGE, kv_heads, head_size}); };
+    return {view(layer.at), view(layer.at + layer_bytes(layer)), table(layer.group)};
+}
+
+Tensor KvCache::table(int64_t group) const {
+    const int64_t bytes = slots * columns * int64_t(sizeof(int32_t));
+    return memory.at(total - aligned(table_bytes()) + group * bytes, DType::I32, {slots, columns});
+}
+
+Tensor KvCache::rows_of(const Tensor& t) {
+    return make_tensor(t.data, t.dtype, t.device, {t.shape[0] * KV_PAGE, t.shape[2], t.shape[3]});
+}
+
+bool KvCache::tables_changed() const {
+    return std::any_of(groups.begin(), groups.end(), [](const Group& g) { return !g.changed.empty(); });
+}
+
+// A few entries, as in a decode step, are copied one by one; otherwise all between the first and the last.
+void KvCache::upload_tables(Staging& staging, Stream stream) {
+    constexpr size_t FEW = 8;
+    for (size_t i = 0; i < groups.size(); i++) {
+        Group& g = groups[i];
+        if (g.changed.empty()) continue;
+        int32_t* const device = table(int64_t(i)).as<int32_t>();
+        const auto put = [&](int64_t begin, int64_t end) {
+            staging.put(device + begin, g.table.data() + begin, (end - begin) * int64_t(sizeof(int32_t)), stream);
+        };
+        const auto [least, most] = std::minmax_element(g.changed.begin(), g.changed.end());
+        if (g.changed.size() > FEW)
+            put(*least, *most + 1);
+        else
+            for (const int64_t at : g.changed) put(at, at + 1);
+        g.changed.clear();
+    }
 }
 
 void KvCache::allocate() {

@@ -1,82 +1,106 @@
-// The KV cache of generation: one arena in which each of `slots` sequences owns rows of every layer with softmax
-// attention. Its size is known before anything is allocated. Nothing moves and nothing is allocated while sequences
-// grow.
+// The KV cache of generation: one arena of pages (kernels/kv_page.h). A sequence owns a page for every KV_PAGE of its
+// tokens, which it takes when it grows; what short sequences leave, long ones can use. The arena's size is known before
+// anything is allocated, and nothing is allocated or moved while sequences grow.
 //
-// A layer that sees all tokens has a row for each of `capacity` tokens. A layer with a sliding window w < capacity has
-// a ring of w − 1 + STEPS_BACK rows (at most `capacity`): position p is in row p mod rows. A decode step appends to the
-// ring and reads the last w positions (kernels/generation/decode_attention.h). Prompts are different, because a chunk
-// of them may be longer than the ring and attention reads keys in order: the engine copies the up to w − 1 earlier keys
-// that the chunk sees in front of the chunk's own, runs attention over that, and copies the chunk's last keys to the
-// ring (Engine::prefill_pass).
+// Layers with the same window form a group: they have the same pages and one page table, [slots, columns] int32. Of a
+// layer with a window, the pages that lie wholly before the window of every token that may still come are freed. While
+// a pass over prompts runs, its tokens have pages in every group.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
+#include "infer/page_pool.h"
+#include "kernels/generation/decode_step.h"
 #include "runtime/device/arena.h"
+#include "runtime/device/staging.h"
 #include "runtime/model/model_config.h"
 
-// A sequence's part of a pass over prompts: `tokens` new tokens, which follow its `past` tokens in the cache.
-struct PassChunk {
-    int64_t slot, past, tokens;
+struct KvCacheSize {
+    int64_t slots = 1;        // sequences
+    int64_t capacity = 0;     // tokens of the longest sequence
+    int64_t pages = 0;        // of layers without a window; 0: as many as `slots` sequences of `capacity` tokens need
+    int64_t pass_tokens = 0;  // most tokens of a pass over prompts
 };
-
-// The key rows of a pass in the layers with a ring. The keys that each chunk sees are packed without gaps, in the order
-// of the chunks: those of earlier passes, then its own.
-struct RingPass {
-    std::vector<int32_t> cum_k;               // [chunks + 1] ends of the packed sequences
-    std::vector<int32_t> new_keys;            // [tokens of the pass] packed rows of the chunks' own keys
-    std::vector<int32_t> past_from, past_to;  // rows of the ring, and the packed rows that they are copied to
-    std::vector<int32_t> kept_from, kept_to;  // packed rows of the last own keys, and the rows of the ring for them
-    int64_t longest = 0;                      // packed keys of a sequence
-};
-RingPass ring_pass(const std::vector<PassChunk>& chunks, int64_t window, int64_t rows);
 
 class KvCache {
   public:
-    // How far a sequence that has wrapped its rings can be cut back: when the host has read the token that ends a
+    // How far a sequence whose window has passed can be cut back: when the host has read the token that ends a
     // response, up to this many tokens after it are in the cache (Engine::steps_ahead).
     static constexpr int64_t STEPS_BACK = 2;
 
-    // Plans only. Throws Error where a layer has more rows than the 2³⁰ that attention takes as one sequence: the
-    // unused rows between two sequences are passed to it as a sequence.
-    KvCache(const ModelConfig& config, int64_t slots, int64_t capacity, DType dtype);
+    // Plans only. Throws Error for more than 2³⁰ rows in a layer.
+    KvCache(const ModelConfig& config, const KvCacheSize& size, DType dtype);
     void allocate();
 
     int64_t bytes() const { return total; }
     // The bytes that a decode step reads for a sequence of this many tokens, over all layers with softmax attention.
     int64_t bytes_read(int64_t length) const;
-
-    // Rows of a sequence in a layer, and the layer's window; 0 where it has none or the capacity does not exceed it.
-    int64_t rows(int64_t layer) const { return layers[size_t(layer)].rows; }
+    // The layer's window; 0 where it has none or the capacity does not exceed it.
     int64_t window(int64_t layer) const { return layers[size_t(layer)].window; }
-    // The windows that occur, without repetition.
-    std::vector<int64_t> windows() const;
-    int64_t ring_rows(int64_t window) const { return std::min(window - 1 + STEPS_BACK, capacity); }
-    // Whether the keys that a token at position `length` sees are all there, in a slot that has held up to `longest`
-    // tokens of the sequence.
-    bool holds(int64_t length, int64_t longest) const;
 
-    // [slots, rows, NKV, HS]; the same memory as rows [slots·rows, NKV, HS].
-    Tensor k(int64_t l) const { return view(l, 0, {slots, rows(l), kv_heads, head_size}); }
-    Tensor v(int64_t l) const { return view(l, 1, {slots, rows(l), kv_heads, head_size}); }
-    Tensor k_rows(int64_t l) const { return view(l, 0, {slots * rows(l), kv_heads, head_size}); }
-    Tensor v_rows(int64_t l) const { return view(l, 1, {slots * rows(l), kv_heads, head_size}); }
+    // --- sequences
+    // Pages of layers without a window: those that the slot lacks for `length` tokens, those that are free. There are
+    // always enough for the others.
+    int64_t pages_missing(int64_t slot, int64_t length) const;
+    int64_t pages_available() const;
+    // Takes the pages that the slot's sequence needs to have `length` tokens. Throws Error if there are too few; then
+    // nothing has changed.
+    void grow(int64_t slot, int64_t length);
+    // Frees pages before the windows, of a slot that holds `length` tokens.
+    void forget(int64_t slot, int64_t length);
+    // Frees the pages of all tokens but the first `length`.
+    void cut(int64_t slot, int64_t length);
+    // Whether the keys that a token at position `length` sees are all there.
+    bool holds(int64_t slot, int64_t length) const;
+    int64_t pages_in_use() const;  // in all groups
+
+    // The row of a position in k_rows() and v_rows() of the layers of a group.
+    int32_t row(int64_t group, int64_t slot, int64_t position) const {
+        const int32_t page = groups[size_t(group)].table[size_t(slot * columns + position / KV_PAGE)];
+        return page * int32_t(KV_PAGE) + static_cast<int32_t>(position % KV_PAGE);
+    }
+    int64_t num_groups() const { return int64_t(groups.size()); }
+    int64_t group(int64_t layer) const { return layers[size_t(layer)].group; }
+
+    // --- on the device
+    bool tables_changed() const;
+    // Copies what changed of the page tables. At most table_bytes() go through the staging buffer.
+    void upload_tables(Staging& staging, Stream stream);
+    int64_t table_bytes() const { return num_groups() * slots * columns * int64_t(sizeof(int32_t)); }
+    // k, v [pages, KV_PAGE, NKV, HS], and the page table.
+    LayerCache layer(int64_t l) const;
+    // The same memory as rows, [pages·KV_PAGE, NKV, HS].
+    Tensor k_rows(int64_t l) const { return rows_of(layer(l).k); }
+    Tensor v_rows(int64_t l) const { return rows_of(layer(l).v); }
 
     const int64_t slots, capacity;
 
   private:
     struct Layer {
-        int64_t rows = 0, window = 0;
-        int64_t at = 0;  // bytes from the arena's start to k; v follows
+        int64_t window = 0, group = -1;  // −1: linear attention
+        int64_t at = 0;                  // bytes from the arena's start to k; v follows
+    };
+    struct Group {
+        int64_t window;
+        PagePool pool;
+        std::vector<int32_t> table;       // as on the device; −1: no page
+        std::vector<int64_t> first, end;  // by slot: its pages are those of the columns first … end − 1
+        std::vector<int64_t> changed;     // indices of table
     };
     int64_t row_bytes() const { return kv_heads * head_size * dtype_size(dtype); }  // of k or v
-    int64_t layer_bytes(const Layer& layer) const;                                  // of k or v
-    Tensor view(int64_t l, int64_t part, std::initializer_list<int64_t> shape) const;
+    int64_t group_of(int64_t window, const KvCacheSize& size);
+    const Group* unlimited_group() const;  // of layers without a window; null: there are none
+    int64_t pages_of(const Group& g, const KvCacheSize& size) const;
+    int64_t layer_bytes(const Layer& layer) const;  // of k or v
+    void set_page(Group& g, int64_t slot, int64_t column, int32_t page);
+    Tensor table(int64_t group) const;
+    static Tensor rows_of(const Tensor& pages);
 
-    const int64_t kv_heads, head_size;
+    const int64_t columns, kv_heads, head_size;
     const DType dtype;
-    std::vector<Layer> layers;  // of the model; those of linear attention have no rows
+    std::vector<Layer> layers;  // of the model
+    std::vector<Group> groups;
     int64_t total = 0;
     Arena memory;
 };

@@ -74,14 +74,23 @@ class Model {
         weights.wte = weights.head = make(m.dtype, {m.Vp, m.C});  // tied
         weight_bytes = bytes;
         if (shape == GPT2_124M) weights.wpe = make(m.dtype, {m.capacity, m.C});
+        const int64_t columns = (m.capacity + KV_PAGE - 1) / KV_PAGE;
+        std::vector<int32_t> page_of(size_t(m.slots * columns));  // of the sequences in turns, as they grow together
+        for (int64_t i = 0; i < m.slots * columns; i++)
+            page_of[size_t(i)] = static_cast<int32_t>(i % columns * m.slots + i / columns);
+        arrays.push_back(BenchArray::ints(page_of));
+        const Tensor list = arrays.back();
         for (int64_t l = 0; l < m.layers; l++) {
-            k.push_back(make(m.dtype, {m.slots, m.capacity, m.NKV, m.HS}));
-            v.push_back(make(m.dtype, {m.slots, m.capacity, m.NKV, m.HS}));
+            LayerCache c;
+            c.k = make(m.dtype, {m.slots * columns, KV_PAGE, m.NKV, m.HS});
+            c.v = make(m.dtype, {m.slots * columns, KV_PAGE, m.NKV, m.HS});
+            c.pages = make_tensor(list.data, DType::I32, list.device, {m.slots, columns});
+            cache.push_back(c);
         }
     }
 
     InferenceWeights weights;
-    std::vector<Tensor> k, v;
+    std::vector<LayerCache> cache;
     double weight_bytes = 0;  // that a step reads
 
   private:
@@ -122,7 +131,7 @@ void time_step(benchmark::State& state, DType T, ModelShape shape) {
         ids = BenchArray::ints({N}, int32_t(m.Vp)), slots = BenchArray::ints(slot_of),
         positions = BenchArray::ints(std::vector<int32_t>(size_t(N), int32_t(length - 1))),
         table({CAPACITY, m.HS / 2, 2}), scratch = BenchArray::bytes(decode_step_scratch(m));
-    decode_step_prepare(scratch, m, model.weights, model.k, model.v, Stream{});
+    decode_step_prepare(scratch, m, model.weights, model.cache, Stream{});
     DecodeBatch batch;
     batch.slots = slots;
     batch.positions = positions;

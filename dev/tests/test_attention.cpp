@@ -7,6 +7,7 @@
 
 #include "dev/oracle/reference.h"
 #include "dev/tests/test_util.h"
+#include "kernels/kv_page.h"
 
 namespace {
 
@@ -543,6 +544,63 @@ TEST_P(Attention, CountOfSequencesOnTheDevice) {
     // Keys of their own.
     const Problem p(activation(), {{3, 200, 1}, {70, 200, 300}, 4, 2, 64});
     EXPECT_EQ(run(p, 7, true, 9).all(), run(p, 7).all());
+}
+
+// The keys of a problem in a paged cache: each sequence's pages in an order of its own, NaN in rows that no key has.
+// Pages before the first query's window are not there. Returns out.
+std::vector<double> run_paged(const Problem& p, bool reversed) {
+    const auto& [qlens, klens, NH, NKV, HS, mask] = p.shape;
+    const int64_t S = int64_t(qlens.size()), columns = p.longest(klens) / KV_PAGE + 2, row = NKV * HS;
+    std::vector<int32_t> table(size_t((S + 1) * columns), -1), rows;
+    std::vector<int32_t*> wanted;
+    for (int64_t s = 0; s < S; s++) {
+        rows.push_back(static_cast<int32_t>(S - s));  // row 0 of the table belongs to nobody
+        const int64_t first =
+            mask.window ? std::max<int64_t>(klens[size_t(s)] - qlens[size_t(s)] + 1 - mask.window, 0) : 0;
+        for (int64_t i = first / KV_PAGE; i * KV_PAGE < klens[size_t(s)]; i++)
+            wanted.push_back(&table[size_t(rows.back() * columns + i)]);
+    }
+    const int64_t used = int64_t(wanted.size());
+    for (int64_t i = 0; i < used; i++) *wanted[size_t(i)] = static_cast<int32_t>(reversed ? used - i : i + 1);
+    const auto paged = [&](const std::vector<double>& keys) {
+        std::vector<double> values(size_t((used + 2) * KV_PAGE * row), NOT_A_NUMBER);
+        for (int64_t s = 0; s < S; s++)
+            for (int64_t j = 0; j < klens[size_t(s)]; j++) {
+                const int64_t page = table[size_t(rows[size_t(s)] * columns + j / KV_PAGE)];
+                if (page >= 0)
+                    std::copy_n(keys.begin() + (p.cum_k[size_t(s)] + j) * row, row,
+                                values.begin() + (page * KV_PAGE + j % KV_PAGE) * row);
+            }
+        return TestArray::of(p.dtype, values, {(used + 2) * KV_PAGE, NKV, HS});
+    };
+    const TestArray q = TestArray::of(p.dtype, p.q, {p.Nq, NH, HS}), k = paged(p.k), v = paged(p.v);
+    const TestArray cum_q = TestArray::ints(p.cum_q, {S + 1}), cum_k = TestArray::ints(p.cum_k, {S + 1}),
+                    pages = TestArray::ints(table, {S + 1, columns}), page_rows = TestArray::ints(rows, {S}),
+                    out = TestArray::poisoned(p.dtype, {p.Nq, NH, HS}),
+                    scratch = TestArray::scratch(attention_forward_scratch());
+    AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens), mask.causal, mask.window, {}};
+    sequences.pages = pages;
+    sequences.page_rows = page_rows;
+    attention_forward(out, {}, q, k, v, sequences, p.scale, scratch, Stream{});
+    return out.fetch();
+}
+
+// Keys in pages: the oracle's results, the same bits wherever the pages lie, and on a GPU those of keys in a row.
+TEST_P(Attention, KeysInPages) {
+    for (const auto& [NH, NKV, HS] :
+         {std::tuple<int64_t, int64_t, int64_t>{4, 2, 64}, {2, 1, 128}, {2, 2, 40}, {1, 1, 160}})
+        for (const int64_t window : {0, 20, 300}) {
+            const Problem p(activation(), {{5, 300, 1, 128}, {133, 700, 128, 128}, NH, NKV, HS, {true, window}});
+            SCOPED_TRACE(str("HS ", HS, " window ", window));
+            const std::vector<double> out = run_paged(p, true);
+            const reference::Attention ref = reference::attention_forward(
+                p.q.data(), p.k.data(), p.v.data(), p.cum_q, p.cum_k, NH, NKV, HS, double(p.scale), p.shape.mask);
+            expect_close("out", out, ref.out.value, ref.out.mag, 700, HS, p.dtype, 2);
+            expect_same_bits("another order", out, run_paged(p, false));
+#ifdef USE_CUDA
+            expect_same_bits("keys in a row", out, run(p).out);
+#endif
+        }
 }
 
 TEST_P(Attention, Deterministic) {

@@ -18,45 +18,72 @@ namespace {
 class DecodeAttention : public DTypeTest {};
 
 struct Shape {
-    int64_t NH, NKV, HS, capacity;
-    int64_t window = 0;  // with a window the cache is a ring
-    // A sequence at position p: has it room; the first position that it sees; the row of a position.
-    bool room(int64_t p) const { return p >= 0 && (window || p < capacity); }
+    int64_t NH, NKV, HS, capacity;  // capacity: tokens that the page table has room for
+    int64_t window = 0;
+    int64_t columns() const { return (capacity + KV_PAGE - 1) / KV_PAGE; }
+    bool room(int64_t p) const { return p >= 0 && p < columns() * KV_PAGE; }
+    // The first position that a token at position p sees.
     int64_t first_seen(int64_t p) const { return window ? std::max<int64_t>(p + 1 - window, 0) : 0; }
-    int64_t row_of(int64_t p) const { return window ? p % capacity : p; }
     int64_t channels() const { return (NH + 2 * NKV) * HS; }
     int64_t row() const { return NKV * HS; }
 };
 
 constexpr int64_t TABLE_EXTRA = 3;
 
-// A cache that holds random numbers in the rows that each sequence sees, and NaN in all others.
+// A cache that holds random numbers in the rows that each sequence sees, and NaN in all others. Its first and last page
+// belong to nobody. The pages are in the order of the sequences, or the other way round.
 struct Cache {
     Shape z;
-    int64_t slots;
-    std::vector<int32_t> slot, position;
-    TestArray k, v;
+    int64_t slots, used = 0;  // pages
+    std::vector<int32_t> slot, position, table;
+    bool reversed;
+    TestArray pages, k, v;
 
-    static TestArray filled(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& slot,
-                            const std::vector<int32_t>& position, uint64_t seed) {
-        const std::vector<double> random = TestArray::random(T, {slots, z.capacity, z.NKV, z.HS}, seed).values();
-        std::vector<double> values(random.size(), NAN);
-        for (size_t n = 0; n < slot.size(); n++) {
-            const int64_t end = z.window ? position[n] : std::min<int64_t>(position[n], z.capacity);
-            for (int64_t p = z.first_seen(position[n]); p < end; p++) {
-                const int64_t row = (slot[n] * z.capacity + z.row_of(p)) * z.row();
-                std::copy_n(random.begin() + row, z.row(), values.begin() + row);
-            }
-        }
-        return TestArray::of(T, values, {slots, z.capacity, z.NKV, z.HS});
-    }
-    Cache(DType T, const Shape& shape, int64_t n, const std::vector<int32_t>& owners, const std::vector<int32_t>& at)
+    Cache(DType T, const Shape& shape, int64_t n, const std::vector<int32_t>& owners, const std::vector<int32_t>& at,
+          bool reverse = true)
         : z(shape),
           slots(n),
           slot(owners),
           position(at),
-          k(filled(T, shape, n, owners, at, 11)),
-          v(filled(T, shape, n, owners, at, 12)) {}
+          table(size_t(n * shape.columns()), -1),
+          reversed(reverse),
+          pages(assign_pages()),
+          k(filled(T, 11)),
+          v(filled(T, 12)) {}
+
+    int64_t row(int32_t of_slot, int64_t p) const {
+        return int64_t(table[size_t(of_slot * z.columns() + p / KV_PAGE)]) * KV_PAGE + p % KV_PAGE;
+    }
+    // f(slot, position) for each position before a sequence's newest that it sees.
+    template <typename F>
+    void for_each_seen(F f) const {
+        for (size_t n = 0; n < slot.size(); n++)
+            for (int64_t p = z.first_seen(position[n]); z.room(position[n]) && p < position[n]; p++) f(slot[n], p);
+    }
+
+  private:
+    TestArray assign_pages() {
+        std::vector<int32_t*> wanted;
+        for (size_t n = 0; n < slot.size(); n++)
+            for (int64_t i = z.first_seen(position[n]) / KV_PAGE; z.room(position[n]) && i <= position[n] / KV_PAGE;
+                 i++)
+                wanted.push_back(&table[size_t(slot[n] * z.columns() + i)]);
+        used = int64_t(wanted.size());
+        for (int64_t i = 0; i < used; i++) *wanted[size_t(i)] = static_cast<int32_t>(reversed ? used - i : i + 1);
+        return TestArray::ints(table, {slots, z.columns()});
+    }
+    TestArray filled(DType T, uint64_t seed) const {
+        const int64_t page = KV_PAGE * z.row();
+        const std::vector<double> random =
+            TestArray::random(T, {used + 2, KV_PAGE, z.NKV, z.HS}, seed).values();  // in the order of the sequences
+        std::vector<double> values(random.size(), NAN);
+        for_each_seen([&](int32_t s, int64_t p) {
+            const int64_t to = row(s, p) * z.row(), i = to / page,
+                          from = (reversed ? used + 1 - i : i) * page + to % page;
+            std::copy_n(random.begin() + from, z.row(), values.begin() + to);
+        });
+        return TestArray::of(T, values, {used + 2, KV_PAGE, z.NKV, z.HS});
+    }
 };
 
 std::vector<double> angle_table(int64_t T, int64_t R) {
@@ -64,6 +91,7 @@ std::vector<double> angle_table(int64_t T, int64_t R) {
 }
 
 struct Call {
+    const Shape z;
     TestArray qkv, slots, positions, table, scratch;
     DecodeBatch batch;
     float scale;
@@ -72,10 +100,11 @@ struct Call {
     static int64_t rows(const Shape& z, const std::vector<int32_t>& position) {
         return std::max<int64_t>(z.capacity, *std::max_element(position.begin(), position.end())) + TABLE_EXTRA;
     }
-    Call(DType T, const Cache& c, int64_t R, int64_t gap = 0) : Call(T, c.z, c.slot, c.position, R, gap) {}
-    Call(DType T, const Shape& z, const std::vector<int32_t>& slot, const std::vector<int32_t>& position, int64_t R,
+    Call(DType T, const Cache& c, int64_t R, int64_t gap = 0) : Call(T, c, c.slot, c.position, R, gap) {}
+    Call(DType T, const Cache& cache, const std::vector<int32_t>& slot, const std::vector<int32_t>& position, int64_t R,
          int64_t gap = 0)
-        : qkv(TestArray::random(T, {int64_t(slot.size()), z.channels() + gap}, 13)),
+        : z(cache.z),
+          qkv(TestArray::random(T, {int64_t(slot.size()), z.channels() + gap}, 13)),
           slots(TestArray::ints(slot, {int64_t(slot.size())})),
           positions(TestArray::ints(position, {int64_t(slot.size())})),
           table(TestArray::of(angle_table(rows(z, position), std::max<int64_t>(R, 2)),
@@ -86,6 +115,7 @@ struct Call {
         device_fill(scratch.tensor().data, 0, size_t(scratch.tensor().bytes()), {});
         batch.slots = slots;
         batch.positions = positions;
+        batch.pages = cache.pages;
         batch.max_length = rows(z, position);
         if (R) {
             batch.angles = positions;
@@ -110,9 +140,9 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
 
     reference::Values ref(call.N * Q);
     for (int64_t n = 0; n < call.N; n++) {
-        const int64_t p = position[size_t(n)], first = slot[size_t(n)] * z.capacity * z.row(),
-                      newest = first + z.row_of(p) * z.row();
+        const int64_t p = position[size_t(n)];
         if (!z.room(p)) continue;  // zeros
+        const int64_t newest = cache.row(slot[size_t(n)], p) * z.row();
         std::vector<double> q(qkv.begin() + n * z.channels(), qkv.begin() + n * z.channels() + Q);
         reference::Values key(z.row());
         key.value.assign(qkv.begin() + n * z.channels() + Q, qkv.begin() + n * z.channels() + Q + z.row());
@@ -128,7 +158,7 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
         std::vector<double> k, v;
         for (int64_t j = z.first_seen(p); j < p; j++) {
             const auto append = [&](std::vector<double>& to, const std::vector<double>& values) {
-                const auto row = values.begin() + first + z.row_of(j) * z.row();
+                const auto row = values.begin() + cache.row(slot[size_t(n)], j) * z.row();
                 to.insert(to.end(), row, row + z.row());
             };
             append(k, cache.k.values());
@@ -154,19 +184,18 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
                  2);
 
     // Nothing else was written.
-    for (int64_t s = 0; s < slots; s++)
-        for (int64_t i = 0; i < z.capacity; i++) {
-            const auto owner = std::find(slot.begin(), slot.end(), int32_t(s));
-            const int64_t p = owner == slot.end() ? -1 : position[size_t(owner - slot.begin())];
-            if (z.room(p) && z.row_of(p) == i) continue;
-            const auto unchanged = [&](const std::vector<double>& before, const std::vector<double>& after) {
-                const auto begin = (s * z.capacity + i) * z.row();
-                return std::equal(after.begin() + begin, after.begin() + begin + z.row(), before.begin() + begin,
-                                  [](double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); });
-            };
-            ASSERT_TRUE(unchanged(cache.k.values(), k_after) && unchanged(cache.v.values(), v_after))
-                << "slot " << s << " row " << i;
-        }
+    std::vector<bool> written(size_t((cache.used + 2) * KV_PAGE), false);
+    for (size_t n = 0; n < slot.size(); n++)
+        if (z.room(position[n])) written[size_t(cache.row(slot[n], position[n]))] = true;
+    for (size_t row = 0; row < written.size(); row++) {
+        if (written[row]) continue;
+        const auto unchanged = [&](const std::vector<double>& before, const std::vector<double>& after) {
+            const auto begin = int64_t(row) * z.row();
+            return std::equal(after.begin() + begin, after.begin() + begin + z.row(), before.begin() + begin,
+                              [](double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); });
+        };
+        ASSERT_TRUE(unchanged(cache.k.values(), k_after) && unchanged(cache.v.values(), v_after)) << "row " << row;
+    }
 }
 
 TEST_P(DecodeAttention, Lengths) {
@@ -177,7 +206,7 @@ TEST_P(DecodeAttention, Lengths) {
     for (const int32_t p : {254, 255, 256, 510, 511, 512, 767, 768, 4096, 8191, 8192, 8999})
         check(activation(), {8, 2, 64, 9000}, 1, {0}, {p}, 64);
     check(activation(), {4, 1, 64, 33000}, 1, {0}, {32767}, 64);
-    check(activation(), {2, 2, 8, 5}, 1, {0}, {4}, 8);  // the last row of the cache
+    check(activation(), {2, 2, 8, 128}, 1, {0}, {127}, 8);  // the last row of the table
 }
 
 TEST_P(DecodeAttention, HeadSizes) {
@@ -204,28 +233,25 @@ TEST_P(DecodeAttention, UnequalSequences) {
     for (const int64_t gap : {0, 8, 5})
         check(activation(), {4, 2, 32, 300}, 7, {3, 0, 6, 2, 5}, {299, 0, 64, -1, 128}, 32, gap);
     const Shape z{2, 1, 16, 64};
-    check(activation(), z, 3, {2, 1}, {64, 10}, 16);  // position 64 has no row
+    check(activation(), z, 3, {2, 1}, {128, 10}, 16);  // position 128 has no page
 }
 
-// A window and a ring of as many rows or more: below, at and above the window, before and after the ring wrapped, at
-// the edges of KV splits, and with the ring's end anywhere in a split or a tile.
+// Below, at and above the window, at the edges of pages, tiles and KV splits; windows that begin anywhere in a page.
 TEST_P(DecodeAttention, Windows) {
-    for (const int64_t capacity : {20, 23}) {
-        for (const int32_t p : {0, 5, 18, 19, 20, 21, 22, 23, 24, 39, 40, 41, 45, 46, 47, 1000}) {
-            check(activation(), {4, 2, 16, capacity, 20}, 2, {1}, {p}, 16);
-            check(activation(), {2, 2, 40, capacity, 20}, 2, {0, 1}, {p, 2 * p + 1}, 0);
-        }
+    for (const int32_t p : {0, 5, 18, 19, 20, 21, 39, 126, 127, 128, 140, 146, 147, 148, 255, 256, 1000}) {
+        check(activation(), {4, 2, 16, 2100, 20}, 2, {1}, {p}, 16);
+        check(activation(), {2, 2, 40, 2100, 20}, 2, {0, 1}, {p, 2 * p + 1}, 0);
     }
-    check(activation(), {2, 1, 8, 1, 1}, 1, {0}, {3}, 8);  // a query sees only itself
-    check(activation(), {2, 1, 8, 16, 1}, 1, {0}, {35}, 8);
-    for (const int32_t p : {300, 611, 612, 613, 627, 700, 1200, 1255, 1256, 5000})  // 600 keys: several splits
-        check(activation(), {8, 2, 64, 628, 600}, 2, {1, 0}, {p, 70}, 64);
-    check(activation(), {4, 1, 128, 4112, 4096}, 1, {0}, {9000}, 128);
-    check(activation(), {3, 1, 7, 90, 80}, 1, {0}, {170}, 4);  // rows that are not aligned
-    check(activation(), {4, 2, 160, 90, 80}, 1, {0}, {170}, 160);
-    check(activation(), {4, 2, 32, 70, 64}, 5, {3, 0, 4}, {69, -1, 100000}, 0, 5);
+    check(activation(), {2, 1, 8, 36, 1}, 1, {0}, {3}, 8);  // a query sees only itself
+    check(activation(), {2, 1, 8, 300, 1}, 1, {0}, {256}, 8);
+    for (const int32_t p : {300, 598, 599, 600, 611, 627, 639, 640, 700, 1200, 1255, 5000})  // 600 keys: several splits
+        check(activation(), {8, 2, 64, 5100, 600}, 2, {1, 0}, {p, 70}, 64);
+    check(activation(), {4, 1, 128, 9100, 4096}, 1, {0}, {9000}, 128);
+    check(activation(), {3, 1, 7, 300, 80}, 1, {0}, {170}, 4);  // rows that are not aligned
+    check(activation(), {4, 2, 160, 300, 80}, 1, {0}, {170}, 160);
+    check(activation(), {4, 2, 32, 100001, 64}, 5, {3, 0, 4}, {69, -1, 100000}, 0, 5);
     for (const int64_t HS : {32, 64})
-        check(activation(), {140, 140, HS, 48, 40}, 4, {2, 0, 1, 3}, {69, 0, 33, 470}, HS);
+        check(activation(), {140, 140, HS, 500, 40}, 4, {2, 0, 1, 3}, {69, 0, 33, 470}, HS);
 }
 
 // A window of all keys changes no bit.
@@ -251,7 +277,7 @@ TEST_P(DecodeAttention, BitsDoNotDependOnTheBatch) {
     };
     for (const Case& tested : std::vector<Case>{{{4, 2, 64, 700}, {500, 64, 699, 3}},
                                                 {{2, 1, 32, 8300}, {8299, 64}},
-                                                {{4, 2, 64, 700, 640}, {500, 6400, 1399, 3}},
+                                                {{4, 2, 64, 6500, 640}, {500, 6400, 1399, 3}},
                                                 {{140, 140, 40, 60}, {59, 3, 31, 32}}}) {
         const Shape& z = tested.z;
         const std::vector<int32_t>& positions = tested.positions;
@@ -260,7 +286,7 @@ TEST_P(DecodeAttention, BitsDoNotDependOnTheBatch) {
         const auto run = [&](const std::vector<int32_t>& slot, const std::vector<int32_t>& position,
                              int64_t max_length) {
             const Cache cache(activation(), z, int64_t(slots.size()), slots, positions);
-            Call call(activation(), cache, z.HS), own(activation(), z, slot, position, z.HS);
+            Call call(activation(), cache, z.HS), own(activation(), cache, slot, position, z.HS);
             own.batch.max_length = max_length;
             const TestArray out = TestArray::poisoned(activation(), {int64_t(slot.size()), z.NH * z.HS});
             const int64_t first = slot[0];
@@ -277,6 +303,41 @@ TEST_P(DecodeAttention, BitsDoNotDependOnTheBatch) {
             expect_same_bits("alone", row, run({slots[s]}, {positions[s]}, positions[s] + 1));
         }
         expect_deterministic("decode_attention", [&] { return run(slots, positions, longest + 3); });
+    }
+}
+
+// The result has the same bits wherever the pages lie, also where sequences share the pages of an equal beginning.
+TEST_P(DecodeAttention, BitsDoNotDependOnWhereThePagesLie) {
+    for (const Shape& z : {Shape{4, 2, 64, 800}, Shape{4, 1, 40, 800}, Shape{2, 2, 64, 800, 300}}) {
+        const std::vector<int32_t> slots{0, 1}, positions{700, 390};
+        const auto run = [&](const Cache& cache, const Tensor& table) {
+            Call call(activation(), cache, z.HS);
+            call.batch.pages = table;
+            const TestArray out = TestArray::poisoned(activation(), {2, z.NH * z.HS});
+            decode_attention(out, call.qkv, cache.k, cache.v, call.batch, z.window, call.scale, call.scratch, Stream{});
+            return out.fetch();
+        };
+        const Cache reversed(activation(), z, 2, slots, positions),
+            in_order(activation(), z, 2, slots, positions, false);
+        const std::vector<double> expected = run(reversed, reversed.pages);
+        expect_same_bits("another order", expected, run(in_order, in_order.pages));
+        if (z.window) continue;
+        // Sequence 1 begins like sequence 0: by copies of its first three pages, and by sharing them.
+        const Cache copied(activation(), z, 2, slots, positions);
+        std::vector<int32_t> shared = copied.table;
+        for (int64_t i = 0; i < 3; i++) {
+            const int64_t from = copied.table[size_t(i)], to = copied.table[size_t(z.columns() + i)];
+            shared[size_t(z.columns() + i)] = copied.table[size_t(i)];
+            for (const TestArray* a : {&copied.k, &copied.v}) {
+                const Tensor t = a->tensor();
+                std::vector<char> page(size_t(t.rows(from, from + 1).bytes()));
+                copy_to_host(page.data(), t.rows(from, from + 1).data, page.size(), Stream{});
+                copy_to_device(t.rows(to, to + 1).data, page.data(), page.size(), Stream{});
+                synchronize(Stream{});
+            }
+        }
+        expect_same_bits("shared pages", run(copied, copied.pages),
+                         run(copied, TestArray::ints(shared, {2, z.columns()})));
     }
 }
 
@@ -443,11 +504,8 @@ TEST(DecodeAttentionArguments, InvalidArgumentsAreErrors) {
         decode_attention(out, call.qkv, cache.k, cache.v, call.batch, window, call.scale, call.scratch, Stream{});
     };
     run();
-    for (const int64_t bad : {-1, 11}) {
-        window = bad;
-        expect_error(
-            run, str("decode_attention: window is ", bad, "; it must be 0 (none) or at most the 10 rows of the cache"));
-    }
+    window = -1;
+    expect_error(run, "decode_attention: window is -1; it must be 0 (none) or positive");
     window = 0;
     call.scale = 0;
     expect_error(run, "decode_attention: scale is 0; it must be positive");
@@ -455,14 +513,21 @@ TEST(DecodeAttentionArguments, InvalidArgumentsAreErrors) {
     call.batch.slots = call.positions.tensor().rows(0, 1);
     expect_error(run, "decode_attention: slots is int32 [1], expected int32 [2]");
     call.batch.slots = call.slots;
+    call.batch.pages = {};
+    expect_error(run, "decode_attention: pages is [], expected [sequences, n]");
+    call.batch.pages = cache.pages;
     const TestArray odd = TestArray::random({2, 60}, 1);
     expect_error([&] { decode_attention(out, odd, cache.k, cache.v, call.batch, 0, 1, call.scratch, Stream{}); },
                  "decode_attention: qkv has rows of 60, expected (NH + 2*NKV)*HS with 2 KV heads of 8 that divide NH");
 #ifndef USE_CUDA
     const TestArray far = TestArray::ints({0, 2}, {2}), late = TestArray::ints({3, 13}, {2});
     call.batch.slots = far;
-    expect_error(run, "decode_attention: slot 2 of sequence 1 lies outside the cache of 2 slots");
+    expect_error(run, "decode_attention: slot 2 of sequence 1 lies outside the page table of 2 rows");
     call.batch.slots = call.slots;
+    const TestArray wrong = TestArray::ints({0, 4}, {2, 1});
+    call.batch.pages = wrong;
+    expect_error(run, "decode_attention: page 4 of a sequence lies outside the cache of 4 pages");
+    call.batch.pages = cache.pages;
     call.batch.positions = late;
     expect_error(run, "decode_attention: position 13 of sequence 1 is not below max_length, 13");
 #endif

@@ -24,8 +24,7 @@ struct ModelOptions {
     std::vector<DecodeLayer> layer = {};  // empty: RoPE in all layers, no windows
 
     DecodeLayer options(size_t l) const { return layer.empty() ? DecodeLayer{} : layer[l]; }
-    // Rows of a sequence in a layer's cache: those of a ring are one more than the window.
-    int64_t rows(size_t l) const { return options(l).window ? options(l).window + 1 : capacity; }
+    int64_t columns() const { return (capacity + KV_PAGE - 1) / KV_PAGE; }  // of a page table
 };
 
 // The blocks of GPT-2 and LLaMA, with sizes that give each matrix another number of rows and splits for each block.
@@ -49,7 +48,7 @@ const std::vector<ModelOptions> EXTENDED = {
     with(LLAMA,
          [](ModelOptions& z) {
              z.layer = {{true, 5}, {}, {true, 7}};
-         }),  // rings of 6 and 8 rows wrap
+         }),
     with(GPT2, [](ModelOptions& z) { z.embedding_norm = true; }),
     with(GPT2, [](ModelOptions& z) { z.head_bias = true; }),
     // modern-124M: RMSNorm, ReLU², heads of which half rotates
@@ -81,7 +80,7 @@ struct Fixture {
     uint64_t seed = 100;
     std::vector<std::unique_ptr<TestArray>> arrays;
     InferenceWeights weights;
-    std::vector<Tensor> k, v;
+    std::vector<LayerCache> cache;  // by layer, with page tables that differ
     TestArray table;
 
     // past: standard deviation of what the cache holds already.
@@ -120,8 +119,15 @@ struct Fixture {
                 b.knorm = random(DType::F32, {z.HS}, 0.2, 1);
             }
             weights.blocks.push_back(b);
-            k.push_back(random(T, {slots, z.rows(size_t(l)), z.NKV, z.HS}, past));
-            v.push_back(random(T, {slots, z.rows(size_t(l)), z.NKV, z.HS}, past));
+            LayerCache c;
+            c.k = random(T, {slots * z.columns(), KV_PAGE, z.NKV, z.HS}, past);
+            c.v = random(T, {slots * z.columns(), KV_PAGE, z.NKV, z.HS}, past);
+            std::vector<int32_t> pages(size_t(slots * z.columns()));
+            std::iota(pages.begin(), pages.end(), 0);
+            std::rotate(pages.begin(), pages.begin() + l % int64_t(pages.size()), pages.end());
+            arrays.push_back(std::make_unique<TestArray>(TestArray::ints(pages, {slots, z.columns()})));
+            c.pages = *arrays.back();
+            cache.push_back(c);
         }
         weights.normf = norm();
         if (z.embedding_norm) weights.embedding_norm = norm();
@@ -242,7 +248,7 @@ class Runner {
           step_scratch(TestArray::scratch(std::max<int64_t>(decode_step_scratch(f.model()), 1))),
           decode_scratch(TestArray::scratch(decode_attention_scratch(N, f.z.NH, f.z.HS, f.z.capacity))) {
         device_fill(decode_scratch.tensor().data, 0, size_t(decode_scratch.tensor().bytes()), Stream{});
-        if (fused) decode_step_prepare(step_scratch, f.model(), f.weights, f.k, f.v, Stream{});
+        if (fused) decode_step_prepare(step_scratch, f.model(), f.weights, f.cache, Stream{});
     }
     // Returns the logits of each sequence.
     std::vector<std::vector<double>> step(const Step& tokens) {
@@ -303,8 +309,9 @@ class Runner {
                 qk_norm_forward(qk, {}, qk, {b.qnorm, b.knorm}, table ? embedded : Tensor{}, table, z.NH, f.model().eps,
                                 Stream{});
             }
-            decode_attention(att, qkv, f.k[l], f.v[l], of_layer, z.options(l).window, f.model().scale, decode_scratch,
-                             Stream{});
+            of_layer.pages = f.cache[l].pages;
+            decode_attention(att, qkv, f.cache[l].k, f.cache[l].v, of_layer, z.options(l).window, f.model().scale,
+                             decode_scratch, Stream{});
             layer(x, att, {}, b.proj, Activation::None, x);
             layer(act, x, b.norm2, b.fc, z.activation, {});
             layer(x, act, {}, b.fcproj, Activation::None, x);
@@ -389,10 +396,10 @@ TEST_P(DecodeStep, LongContextsMatchOracle) {
     long_llama.NKV = 1;
     ModelOptions long_window = long_llama;
     long_window.layers = 3;
-    long_window.layer = {{true, 130}, {true, 300}, {}};  // 2 and 3 splits, which wrap
+    long_window.layer = {{true, 130}, {true, 300}, {}};  // windows in 2 to 4 pages
     for (const ModelOptions& options : {long_gpt2, long_llama, long_window}) {
         const Fixture f(options, activation(), 2, 1);
-        for (const int32_t at : {254, 255, 256, 599, 3584, 4099}) {
+        for (const int32_t at : {254, 255, 256, 257, 384, 385, 427, 428, 599, 3584, 4099}) {
             if (at >= options.capacity) continue;
             std::vector<std::vector<double>> by_ops;
             for (const bool fused : ways(f, 2)) {
@@ -438,7 +445,7 @@ TEST_P(DecodeStep, InvalidArgumentsAreErrors) {
     DecodeModel m = f.model();
     if (decode_step_max_batch(m) == 0) {
         EXPECT_EQ(decode_step_scratch(m), 0);
-        EXPECT_THROW(decode_step_prepare({}, m, f.weights, f.k, f.v, Stream{}), Error);
+        EXPECT_THROW(decode_step_prepare({}, m, f.weights, f.cache, Stream{}), Error);
         EXPECT_THROW(decode_step({}, {}, {}, m, f.weights, {}, Stream{}), Error);
         return;
     }
@@ -450,15 +457,18 @@ TEST_P(DecodeStep, InvalidArgumentsAreErrors) {
     EXPECT_EQ(decode_step_max_batch(m), 0);
     m = f.model();
     const TestArray scratch = TestArray::scratch(decode_step_scratch(m));
-    EXPECT_THROW(decode_step_prepare(scratch, m, f.weights, f.k, {}, Stream{}), Error);
+    EXPECT_THROW(decode_step_prepare(scratch, m, f.weights, {}, Stream{}), Error);
     InferenceWeights wrong = f.weights;
     wrong.blocks[1].proj = wrong.blocks[1].fc;
-    EXPECT_THROW(decode_step_prepare(scratch, m, wrong, f.k, f.v, Stream{}), Error);
+    EXPECT_THROW(decode_step_prepare(scratch, m, wrong, f.cache, Stream{}), Error);
+    std::vector<LayerCache> no_table = f.cache;
+    no_table[1].pages = {};
+    EXPECT_THROW(decode_step_prepare(scratch, m, f.weights, no_table, Stream{}), Error);
     DecodeModel windowed = m;
-    windowed.layer_options = {{true, f.z.capacity + 1}, {}};
+    windowed.layer_options = {{true, -1}, {}};
     const TestArray more = TestArray::scratch(decode_step_scratch(windowed));
-    EXPECT_THROW(decode_step_prepare(more, windowed, f.weights, f.k, f.v, Stream{}), Error);
-    decode_step_prepare(scratch, m, f.weights, f.k, f.v, Stream{});
+    EXPECT_THROW(decode_step_prepare(more, windowed, f.weights, f.cache, Stream{}), Error);
+    decode_step_prepare(scratch, m, f.weights, f.cache, Stream{});
     const TestArray logits = TestArray::poisoned(f.T, {3, f.z.V}), ids = TestArray::ints({0, 0, 0}, {3});
     DecodeBatch batch;
     batch.slots = ids;

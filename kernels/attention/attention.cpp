@@ -162,6 +162,19 @@ MULTIARCH void softmax_lanes(float* s, int64_t n, const Band& band, float* max, 
     for (int64_t c = 0; c < HS; c++) vec_store(ot + c * ldo, vec_load(ot + c * ldo) * rescale);
 }
 
+// The keys or values of one head of a sequence: one row after another, or in pages.
+struct KeyRows : HeadRows {  // of key 0; with pages, of the cache's first row
+    const int32_t* pages = nullptr;
+
+    float* operator[](int64_t j) const {
+        return HeadRows::operator[](pages ? pages[j / KV_PAGE] * KV_PAGE + j % KV_PAGE : j);
+    }
+    // The end of the keys that follow key j in memory.
+    int64_t run_end(int64_t j) const {
+        return pages ? (j / KV_PAGE + 1) * KV_PAGE : std::numeric_limits<int64_t>::max();
+    }
+};
+
 // Queries of one tile, one in each lane, and their accumulators.
 struct ForwardTile {
     alignas(64) float qt[TILE_FLOATS], ot[TILE_FLOATS];  // [HS, queries]: scale·Qᵀ, Oᵀ
@@ -170,7 +183,7 @@ struct ForwardTile {
 };
 
 // Keys j … j + n − 1: all queries of the tile see all of them.
-void forward_full(ForwardTile& t, HeadRows k, HeadRows v, int64_t j, int64_t n, int64_t vecs, int64_t HS) {
+void forward_full(ForwardTile& t, KeyRows k, KeyRows v, int64_t j, int64_t n, int64_t vecs, int64_t HS) {
     const int64_t ld = tile_size(HS);
     const Band all{-MAX_TILE, MAX_TILE};
     tile_AB(t.s, MAX_TILE, k[j], k.stride, t.qt, ld, n, vecs, HS, Into::Overwritten);
@@ -180,7 +193,7 @@ void forward_full(ForwardTile& t, HeadRows k, HeadRows v, int64_t j, int64_t n, 
 }
 
 // Keys begin … end − 1 on an edge of the band, where lane l sees the keys l + band.first … l + band.last.
-void forward_edge(ForwardTile& t, HeadRows k, HeadRows v, int64_t begin, int64_t end, const Band& band, int64_t vecs,
+void forward_edge(ForwardTile& t, KeyRows k, KeyRows v, int64_t begin, int64_t end, const Band& band, int64_t vecs,
                   int64_t HS) {
     const int64_t ld = tile_size(HS);
     // f(j, n, first, last) for the steps of keys: vectors first … last − 1 see at least some of j … j + n − 1.
@@ -234,7 +247,7 @@ void forward_edge(ForwardTile& t, HeadRows k, HeadRows v, int64_t begin, int64_t
 }
 
 // out [nq, HS] and lse [nq] (or null) of queries i0 … i0 + nq − 1 of one head.
-void forward_tile(HeadRows out, float* lse, HeadRows q, HeadRows k, HeadRows v, int64_t i0, int64_t nq, int64_t klen,
+void forward_tile(HeadRows out, float* lse, HeadRows q, KeyRows k, KeyRows v, int64_t i0, int64_t nq, int64_t klen,
                   const Band& band, int64_t HS, float scale) {
     ForwardTile t;
     float *ot = t.ot, *max = t.max, *sum = t.sum;
@@ -248,7 +261,7 @@ void forward_tile(HeadRows out, float* lse, HeadRows q, HeadRows k, HeadRows v, 
     const int64_t end = band.end(i0 + nq - 1, klen), full_begin = band.begin(i0 + nq - 1);
     const int64_t full_end = std::clamp<int64_t>(i0 + band.last, 0, klen);
     for (int64_t j = band.begin(i0), next; j < end; j = next) {
-        next = std::min(j + MAX_TILE, end);
+        next = std::min({j + MAX_TILE, end, k.run_end(j)});
         if (j >= full_begin && j < full_end) {
             next = std::min(next, full_end);
             forward_full(t, k, v, j, next - j, vecs, HS);
@@ -446,9 +459,17 @@ Sizes check_sizes(const char* op, const Tensor& q, const Tensor& k, const Tensor
                   const AttentionSequences& sequences, float scale) {
     Sizes z{check_attention(op, DType::F32, q, k, v, sequences, scale), nullptr, nullptr};
     check_cumulative(op, "cum_q", sequences.cum_q, z.Nq, sequences.max_q);
-    check_cumulative(op, "cum_k", sequences.cum_k, z.Nk, sequences.max_k);
+    check_cumulative(op, "cum_k", sequences.cum_k, z.keys, sequences.max_k);
     z.cum_q = sequences.cum_q.as<int32_t>();
     z.cum_k = sequences.cum_k.as<int32_t>();
+    for (int64_t s = 0; z.pages.table && s < z.S; s++) {
+        const int64_t row = sequences.page_rows.as<int32_t>()[s], rows = sequences.pages.shape[0];
+        require(row >= 0 && row < rows, op, ": page_rows[", s, "] is ", row, "; pages has ", rows, " rows");
+        const int64_t qlen = z.cum_q[s + 1] - z.cum_q[s], klen = z.cum_k[s + 1] - z.cum_k[s];
+        require(klen <= z.pages.columns * KV_PAGE, op, ": sequence ", s, " has ", klen, " keys, more than ",
+                z.pages.columns, " pages hold");
+        check_page_ids(op, z.pages.of_sequence(row), band_of(sequences, qlen, klen).begin(0), klen, z.pages.pages);
+    }
     return z;
 }
 
@@ -473,9 +494,11 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
         const int64_t i0 = (tiles - 1 - task % tiles) * tile;  // the last queries see the most keys, so they come first
         const int64_t q0 = z.cum_q[s], k0 = z.cum_k[s], qlen = z.cum_q[s + 1] - q0, klen = z.cum_k[s + 1] - k0;
         if (i0 >= qlen) continue;
-        forward_tile(head_rows(out, q0, h), lse ? lse_row(h) + q0 + i0 : nullptr, head_rows(q, q0, h),
-                     head_rows(k, k0, h / group), head_rows(v, k0, h / group), i0, std::min(tile, qlen - i0), klen,
-                     band_of(sequences, qlen, klen), z.HS, scale);
+        const int32_t* const pages =
+            z.pages.table ? z.pages.of_sequence(sequences.page_rows.as<int32_t>()[s]) : nullptr;
+        const auto key_rows = [&](const Tensor& t) { return KeyRows{head_rows(t, pages ? 0 : k0, h / group), pages}; };
+        forward_tile(head_rows(out, q0, h), lse ? lse_row(h) + q0 + i0 : nullptr, head_rows(q, q0, h), key_rows(k),
+                     key_rows(v), i0, std::min(tile, qlen - i0), klen, band_of(sequences, qlen, klen), z.HS, scale);
     }
     for (int64_t h = 0; h < z.NH; h++) {  // tokens after the last sequence
         zero_rows(head_rows(out, 0, h), z.cum_q[z.S], z.Nq, z.HS);
@@ -488,6 +511,7 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, 
                         const AttentionGradientSums& sums) {
     const char* op = "attention_backward";
     const Sizes z = check_sizes(op, q, k, v, sequences, scale);
+    require(!z.pages.table, op, ": keys in pages have no gradient");
     require(!sums.dq && !sums.dkv, op, ": sums of the gradients are not computed here (attention.h)");
     check_tensor(op, "dq", dq, DType::F32, {z.Nq, z.NH, z.HS});
     check_tensor(op, "dk", dk, DType::F32, {z.Nk, z.NKV, z.HS});

@@ -27,7 +27,11 @@ Attention<T> forward_arguments(const AttentionSizes& z, const Tensor& q, const T
     a.window = int(std::min(sequences.window, std::max(sequences.max_q, sequences.max_k)));
     a.S = z.S;
     a.Nq = z.Nq;
-    a.Nk = z.Nk;
+    a.Nk = z.keys;
+    a.pages = z.pages.table;
+    a.page_rows = sequences.page_rows.as<int32_t>();
+    a.page_columns = int(z.pages.columns);
+    a.num_pages = int(z.pages.pages);
     a.NH = z.NH;
     a.NKV = z.NKV;
     a.HS = int(z.HS);
@@ -93,6 +97,7 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, 
     const char* op = "attention_backward";
     const DType dtype = check_activation_dtype(op, "q", q);
     const AttentionSizes z = check_attention(op, dtype, q, k, v, sequences, scale);
+    require(!z.pages.table, op, ": keys in pages have no gradient");
     check_tensor(op, "dq", dq, dtype, {z.Nq, z.NH, z.HS});
     check_tensor(op, "dk", dk, dtype, {z.Nk, z.NKV, z.HS});
     check_tensor(op, "dv", dv, dtype, {z.Nk, z.NKV, z.HS});

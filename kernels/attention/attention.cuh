@@ -6,6 +6,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/cuda/heads.cuh"
 #include "kernels/cuda/warp_tile.cuh"
+#include "kernels/kv_page.cuh"
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 
@@ -19,15 +20,24 @@ struct Attention {
     float* dq_sums;                     // Hopper GPUs: dq in fp32; null: the deterministic backward pass
     float *dq_row_sums, *dkv_row_sums;  // Hopper GPUs: AttentionGradientSums, or null
     const int32_t *cum_q, *cum_k;
-    const int32_t* count;  // of the sequences that are not empty; null: unknown
-    int64_t S, Nq, Nk, NH, NKV;
+    const int32_t* count;        // of the sequences that are not empty; null: unknown
+    int64_t S, Nq, Nk, NH, NKV;  // Nk: upper bound of cum_k
     bool causal;
     int window;  // 0: none
     int tiles;   // of the longest sequence
     int HS;
     float scale;
     bool aligned;  // all rows are aligned to 16 bytes
+    // Forward: the page table [rows, page_columns] and each sequence's row [S]; null: the keys are not in pages.
+    const int32_t *pages, *page_rows;
+    int page_columns, num_pages;
 };
+
+// With pages.
+template <typename T>
+__device__ __forceinline__ SequencePages pages_of(const Attention<T>& a, int64_t s) {
+    return {a.pages + int64_t(a.page_rows[s]) * a.page_columns, a.page_columns, a.num_pages};
+}
 
 struct Sequence {
     int q0, k0, qlen, klen;

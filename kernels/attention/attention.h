@@ -25,8 +25,9 @@
 // and dS are rounded to T before they are multiplied; accumulation is in fp32.
 // Errors: wrong shapes or dtypes, NKV not dividing NH, HS > attention_max_head_size(), a scale that is not positive, a
 // negative window, sequences of more than 2³⁰ tokens; on the CPU also cum_seqlens that decrease, exceed the tensors or
-// have a sequence longer than the given maximum. CUDA does not check cum_seqlens: it never reads or writes outside the
-// tensors, but the results are then undefined.
+// have a sequence longer than the given maximum, and pages outside the cache. CUDA does not check cum_seqlens and
+// pages: it never reads or writes outside the tensors, but the results are then undefined. page_rows must be rows of
+// pages.
 #pragma once
 
 #include "runtime/device/device.h"
@@ -41,6 +42,10 @@ struct AttentionSequences {
     // it the launch is the same for every batch of as many tokens, as a CUDA graph needs, and takes no time for empty
     // sequences. Null: S.
     Tensor count = {};
+    // Forward only: k and v are a paged cache [pages·KV_PAGE, NKV, HS] (kernels/kv_page.h). Key j of sequence s is in
+    // page pages[page_rows[s], j / KV_PAGE], and cum_k only gives the numbers of keys. pages [rows, n] int32, page_rows
+    // [S] int32. Null: the keys of a sequence follow each other.
+    Tensor pages = {}, page_rows = {};
 };
 
 int64_t attention_max_head_size();  // of this backend

@@ -115,7 +115,9 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
     const int i0 = (task.tiles - 1 - task.tile) * BM;  // the longest first
     if (i0 >= seq.qlen) return;
     const int64_t kv_head = task.head / (a.NH / a.NKV);
-    const T *k = a.k.at(seq.k0, kv_head), *v = a.v.at(seq.k0, kv_head);
+    const SequencePages pages = a.pages ? pages_of(a, task.sequence) : SequencePages{};
+    static_assert(KV_PAGE % BN == 0);
+    const auto row_of = [&](int j0) { return pages.pages ? pages.row(j0) : int64_t(seq.k0) + j0; };
     const int keys = min(seq.klen, min(i0 + BM, seq.qlen) + seq.last);  // end of the keys that the last query sees
     const int first_key = max(0, i0 + seq.first) / BN * BN;  // that the first query sees, rounded down to a step
     const int lane = lane_id(), warp_row = threadIdx.x / WARP * MT * 16, row0 = i0 + warp_row + lane / 4;
@@ -123,10 +125,10 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
     load_tile<T, D, BM, THREADS>(q_tile, a.q.at(seq.q0 + i0, task.head), a.q.token_stride, seq.qlen - i0, a.HS,
                                  a.aligned);
     const auto load_k = [&](T* tile, int j0) {
-        load_tile<T, D, BN, THREADS>(tile, k + j0 * a.k.token_stride, a.k.token_stride, keys - j0, a.HS, a.aligned);
+        load_tile<T, D, BN, THREADS>(tile, a.k.at(row_of(j0), kv_head), a.k.token_stride, keys - j0, a.HS, a.aligned);
     };
     const auto load_v = [&](T* tile, int j0) {
-        load_tile<T, D, BN, THREADS>(tile, v + j0 * a.v.token_stride, a.v.token_stride, keys - j0, a.HS, a.aligned);
+        load_tile<T, D, BN, THREADS>(tile, a.v.at(row_of(j0), kv_head), a.v.token_stride, keys - j0, a.HS, a.aligned);
     };
     const auto stage_of = [&](int j0) { return stages + j0 / BN % STAGES * 2 * TILE; };
     if (first_key < keys) load_k(stage_of(first_key), first_key);

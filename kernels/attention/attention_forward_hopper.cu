@@ -45,7 +45,7 @@ struct ForwardSizes {
     };
 };
 
-template <typename T, int D>
+template <typename T, int D, bool PAGED>
 __device__ __forceinline__ void forward_produce(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
                                                 typename ForwardSizes<D>::Shared& shared) {
     using Sizes = ForwardSizes<D>;
@@ -60,10 +60,12 @@ __device__ __forceinline__ void forward_produce(const Attention<T>& a, const Map
         const int i0 = first_query(seq, task.rank, BM);
         const BlockRange<BN> blocks(keys_seen(seq, i0, i0 + BM));
         const int kv_head = task.head / int(a.NH / a.NKV);
+        static_assert(BN == KV_PAGE);
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
+            int first_row = seq.k0 + n * BN;
+            if constexpr (PAGED) first_row = int(pages_of(a, task.sequence).row(n * BN));
             shared.k_ring.wait_empty(at);
-            loader.load<BN, D, 1>({shared.k[at.stage]}, {&maps.k}, kv_head, seq.k0 + n * BN,
-                                  &shared.k_ring.full[at.stage]);
+            loader.load<BN, D, 1>({shared.k[at.stage]}, {&maps.k}, kv_head, first_row, &shared.k_ring.full[at.stage]);
             if (n == blocks.end - 1) {
                 shared.q_ring.wait_empty(q_at);
                 loader.load<BM, D, 1>({shared.q[q_at.stage]}, {&maps.q}, task.head, seq.q0 + i0,
@@ -71,8 +73,8 @@ __device__ __forceinline__ void forward_produce(const Attention<T>& a, const Map
                 q_at.advance();
             }
             shared.v_ring.wait_empty(at);
-            loader.load<BN, D, 1>({shared.v[at.stage]}, {&maps.v}, kv_head, seq.k0 + n * BN,
-                                  &shared.v_ring.full[at.stage], seq.klen - n * BN);
+            loader.load<BN, D, 1>({shared.v[at.stage]}, {&maps.v}, kv_head, first_row, &shared.v_ring.full[at.stage],
+                                  seq.klen - n * BN);
             at.advance();
         }
     }
@@ -303,13 +305,14 @@ __device__ __forceinline__ void forward_consume(const Attention<T>& a, const Map
     }
 }
 
-template <typename T, int D>
+// PAGED: the keys are in pages. An instance of its own, because the producer warp has no registers to spare.
+template <typename T, int D, bool PAGED>
 __global__ void __launch_bounds__(ForwardSizes<D>::Roles::THREADS, 1)
     forward_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
                           const __grid_constant__ Schedule schedule) {
     using Sizes = ForwardSizes<D>;
     auto& shared = prepare_shared<Sizes>();
-    Sizes::Roles::run([&] { forward_produce<T, D>(a, maps, schedule, shared); },
+    Sizes::Roles::run([&] { forward_produce<T, D, PAGED>(a, maps, schedule, shared); },
                       [&](int warpgroup) { forward_consume<T, D>(a, maps, schedule, shared, warpgroup); });
 }
 
@@ -328,14 +331,17 @@ void hopper_attention_forward(const char* op, const Attention<T>& a, const Atten
         using Sizes = hopper::ForwardSizes<D>;
         hopper::Maps maps{};
         maps.q = make_tensor_map(op, a.q, a.Nq, a.NH, a.HS, Sizes::BM);
-        maps.k = make_tensor_map(op, a.k, a.Nk, a.NKV, a.HS, Sizes::BN);
-        maps.v = make_tensor_map(op, a.v, a.Nk, a.NKV, a.HS, Sizes::BN);
+        const int64_t key_rows = a.pages ? a.num_pages * KV_PAGE : a.Nk;
+        maps.k = make_tensor_map(op, a.k, key_rows, a.NKV, a.HS, Sizes::BN);
+        maps.v = make_tensor_map(op, a.v, key_rows, a.NKV, a.HS, Sizes::BN);
         maps.out = make_tensor_map(op, a.out, a.Nq, a.NH, a.HS, 16);
         const hopper::Tiled queries{a.cum_q, a.Nq, Sizes::BM};
         const hopper::Schedule schedule =
             hopper::make_schedule(a.S, a.NH, tiles_of(sequences.max_q, Sizes::BM),
                                   sequences.max_k * D * 4 * a.NKV / a.NH, a.next_task, queries);
-        hopper::launch_persistent<Sizes>(op, hopper::forward_hopper_kernel<T, D>, a, maps, schedule, stream);
+        const auto kernel =
+            a.pages ? hopper::forward_hopper_kernel<T, D, true> : hopper::forward_hopper_kernel<T, D, false>;
+        hopper::launch_persistent<Sizes>(op, kernel, a, maps, schedule, stream);
     });
 }
 

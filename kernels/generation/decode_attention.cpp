@@ -34,20 +34,25 @@ int64_t partial_floats(int64_t HS) {
     return HS + 2;
 }
 
-// The rows of a KV split in the cache: `keys` from row `first` on, then `wrapped` from row 0 on (of a ring).
-struct Rows {
-    int64_t first, keys, wrapped;
+// The keys of a KV split: the positions first … first + keys − 1 of a sequence.
+struct SplitKeys {
+    const int32_t* pages;  // of the sequence
+    int64_t first, keys;
 };
 
 // f(j, row) for the keys of a split, in order; row: the key's first float.
 template <typename F>
-ALWAYS_INLINE void for_each_key(const float* cache, const Rows& rows, int64_t stride, F f) {
-    for (int64_t j = 0; j < rows.keys; j++) f(j, cache + (rows.first + j) * stride);
-    for (int64_t j = 0; j < rows.wrapped; j++) f(rows.keys + j, cache + j * stride);
+ALWAYS_INLINE void for_each_key(const float* cache, const SplitKeys& rows, int64_t stride, F f) {
+    for (int64_t begin = 0, end; begin < rows.keys; begin = end) {  // of a page
+        const int64_t position = rows.first + begin, in_page = position % KV_PAGE;
+        end = std::min(begin + KV_PAGE - in_page, rows.keys);
+        const float* row = cache + (rows.pages[position / KV_PAGE] * KV_PAGE + in_page) * stride;
+        for (int64_t j = begin; j < end; j++, row += stride) f(j, row);
+    }
 }
 
 // out [n] = Σ_j p[j]·v_j over rows of v, `stride` apart, in order.
-ALWAYS_INLINE void weighted_sum(float* out, const float* p, const float* v, const Rows& rows, int64_t stride,
+ALWAYS_INLINE void weighted_sum(float* out, const float* p, const float* v, const SplitKeys& rows, int64_t stride,
                                 int64_t n) {
     constexpr int64_t WIDE = 64;
     int64_t c = 0;
@@ -88,10 +93,10 @@ ALWAYS_INLINE Partial exponentials(float* s, int64_t n) {
     return {m, vec_sum(sum)};
 }
 
-// partial [NH, 2 + HS] of a split. k, v [capacity, NKV, HS]: of the sequence's slot.
-MULTIARCH void attend_split(float* partial, const float* q, const float* k, const float* v, const Rows& rows,
+// partial [NH, 2 + HS] of a split. k, v: the cache.
+MULTIARCH void attend_split(float* partial, const float* q, const float* k, const float* v, const SplitKeys& rows,
                             const DecodeSizes& z, float scale) {
-    const int64_t group = z.NH / z.NKV, row = z.NKV * z.HS, n = rows.keys + rows.wrapped;
+    const int64_t group = z.NH / z.NKV, row = z.NKV * z.HS, n = rows.keys;
     alignas(64) float s[MAX_SPLIT_KEYS];
     for (int64_t h = 0; h < z.NH; h++) {
         const int64_t column = h / group * z.HS;
@@ -133,20 +138,25 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
     const DecodeSizes z = check_decode_attention(op, DType::F32, out, qkv, k_cache, v_cache, batch, window, scale);
     check_scratch(op, scratch, decode_attention_scratch(z.N, z.NH, z.HS, batch.max_length));
     const int32_t *slot = batch.slots.as<int32_t>(), *position = batch.positions.as<int32_t>();
-    const int64_t splits = max_splits(batch.max_length), row = z.NKV * z.HS;
+    const int64_t splits = max_splits(batch.max_length);
     float* const partials = static_cast<float*>(scratch.data);
     const Tensor rows =
         make_tensor(partials + z.N * splits * z.NH * partial_floats(z.HS), DType::I32, Device::CPU, {z.N});
     for (int64_t n = 0; n < z.N; n++) {
         require(slot[n] >= 0 && slot[n] < z.slots, op, ": slot ", slot[n], " of sequence ", n,
-                " lies outside the cache of ", z.slots, " slots");
+                " lies outside the page table of ", z.slots, " rows");
         require(position[n] < batch.max_length, op, ": position ", position[n], " of sequence ", n,
                 " is not below max_length, ", batch.max_length);
-        const bool active = position[n] >= 0 && (window || position[n] < z.capacity);
-        rows.as<int32_t>()[n] = active ? static_cast<int32_t>(slot[n] * z.capacity + position[n] % z.capacity) : -1;
+        int32_t& row_of_key = rows.as<int32_t>()[n];
+        row_of_key = -1;
+        if (position[n] < 0 || position[n] >= z.capacity()) continue;
+        const int32_t* const pages = z.pages.of_sequence(slot[n]);
+        check_page_ids(op, pages, window ? std::max<int64_t>(position[n] + 1 - window, 0) : 0, position[n] + 1,
+                       z.pages.pages);
+        row_of_key = static_cast<int32_t>(pages[position[n] / KV_PAGE] * KV_PAGE + position[n] % KV_PAGE);
     }
     const auto flat = [&](const Tensor& t) {
-        return make_tensor(t.data, t.dtype, t.device, {z.slots * z.capacity, z.NKV, z.HS});
+        return make_tensor(t.data, t.dtype, t.device, {z.pages.pages * KV_PAGE, z.NKV, z.HS});
     };
     kv_append(flat(k_cache), flat(v_cache), qkv, rows, batch.angles, batch.table, z.NH, stream);
 
@@ -159,12 +169,10 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
     for (int64_t task = 0; task < z.N * splits; task++) {
         const int64_t n = task / splits, size = split_keys(length(n)), begin = task % splits * size;
         if (begin >= length(n)) continue;
-        const int64_t keys = std::min(size, length(n) - begin), cache = slot[n] * z.capacity * row,
-                      first = (position[n] + 1 - length(n) + begin) % z.capacity,
-                      wrapped = std::max<int64_t>(first + keys - z.capacity, 0);
+        const SplitKeys keys{z.pages.of_sequence(slot[n]), position[n] + 1 - length(n) + begin,
+                             std::min(size, length(n) - begin)};
         attend_split(partials + task * z.NH * partial_floats(z.HS), qkv.as<float>() + n * row_stride(qkv),
-                     k_cache.as<float>() + cache, v_cache.as<float>() + cache, {first, keys - wrapped, wrapped}, z,
-                     scale);
+                     k_cache.as<float>(), v_cache.as<float>(), keys, z, scale);
     }
 #pragma omp parallel for schedule(static) if (z.N * z.NH * z.HS > PARALLEL_MIN)
     for (int64_t n = 0; n < z.N; n++) {

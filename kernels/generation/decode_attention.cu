@@ -35,15 +35,12 @@ namespace {
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
 constexpr int64_t MAX_HS = 256;
 
-// The work of a block: a KV split of sequence n for query heads head0, head0 + 1, …, which read KV head kv. RING: there
-// is a window, and the cache of a sequence is a ring.
-template <bool RING>
+// The work of a block: a KV split of sequence n for query heads head0, head0 + 1, …, which read KV head kv.
 struct Task {
     int n, kv, head0, heads;
-    int split, splits;  // splits: of the sequence
-    int keys;           // of the split
-    int64_t start;      // of its first key in the cache; with a ring, of row 0 of the slot
-    int first;          // with a ring: its row
+    int split, splits;    // splits: of the sequence
+    int keys, first;      // of the split; position of the first
+    SequencePages pages;  // of the sequence
 
     __device__ __forceinline__ bool ends_context() const { return split == splits - 1; }
 };
@@ -56,7 +53,9 @@ struct Arguments {
     Angles angles;
     unsigned* counters;             // [N, NKV, query_tiles]
     float *sums, *maxima, *totals;  // Σ p·v [N, splits, NH, HS]; maximum, Σ p [N, splits, NH]
-    int64_t out_stride, qkv_stride, num_slots, capacity;
+    const int32_t* pages;           // [num_slots, page_columns]
+    int64_t out_stride, qkv_stride, num_slots;
+    int page_columns, num_pages;
     int NH, NKV, HS;
     int splits;         // of the longest sequence
     int query_tiles;    // blocks for each split and KV head: group / heads of a block
@@ -70,19 +69,21 @@ struct Arguments {
     // Shared by the blocks of a sequence, KV head and query tile.
     __device__ __forceinline__ unsigned* counter() const { return counters + blockIdx.z * gridDim.x + blockIdx.x; }
     // The new token's q and k of a task; v follows k after row() elements.
-    template <bool RING>
-    __device__ __forceinline__ const T* queries(const Task<RING>& t) const {
+    __device__ __forceinline__ const T* queries(const Task& t) const {
         return qkv + t.n * qkv_stride + int64_t(t.head0) * HS;
     }
-    template <bool RING>
-    __device__ __forceinline__ const T* new_key(const Task<RING>& t) const {
+    __device__ __forceinline__ const T* new_key(const Task& t) const {
         return qkv + t.n * qkv_stride + int64_t(NH + t.kv) * HS;
+    }
+    // The split's keys or values in the cache of a layer.
+    __device__ __forceinline__ PagedKeys<T> keys_of(const Task& t, const T* cache) const {
+        return {cache + int64_t(t.kv) * HS, row(), t.pages, t.first};
     }
 };
 
 // Returns false where there is nothing to do. HEADS: of a query tile. split_keys(length): keys of a split.
-template <int HEADS, bool RING, typename T, typename SplitKeys>
-__device__ __forceinline__ bool find_task(const Arguments<T>& a, Task<RING>& t, SplitKeys split_keys) {
+template <int HEADS, typename T, typename SplitKeys>
+__device__ __forceinline__ bool find_task(const Arguments<T>& a, Task& t, SplitKeys split_keys) {
     t.n = blockIdx.z;
     t.kv = a.query_tiles == 1 ? blockIdx.x : blockIdx.x / a.query_tiles;
     t.split = blockIdx.y;
@@ -90,30 +91,27 @@ __device__ __forceinline__ bool find_task(const Arguments<T>& a, Task<RING>& t, 
     t.head0 = t.kv * a.group + tile * HEADS;
     t.heads = min(HEADS, a.group - tile * HEADS);
     const int position = a.positions[t.n], slot = a.slots[t.n];
-    if (position < 0 || position >= (RING ? INT64_MAX : a.capacity) || slot < 0 || slot >= a.num_slots) {  // finished
+    if (position < 0 || position >= a.page_columns * int64_t(KV_PAGE) || slot < 0 || slot >= a.num_slots) {  // finished
         T* const out = a.out + t.n * a.out_stride + int64_t(t.head0) * a.HS;
         pdl_wait();
         if (t.split == 0)
             for (int i = threadIdx.x; i < t.heads * a.HS; i += THREADS) out[i] = T{};
         return false;
     }
-    const unsigned length = RING ? min(unsigned(position) + 1, unsigned(a.window)) : unsigned(position) + 1,
+    const unsigned tokens = unsigned(position) + 1, length = a.window ? min(tokens, unsigned(a.window)) : tokens,
                    keys = split_keys(length), begin = unsigned(t.split) * keys;
     t.splits = int((length + keys - 1) / keys);
     if (t.split >= t.splits || t.splits > a.splits) return false;
     t.keys = int(min(keys, length - begin));
-    t.start = (slot * a.capacity + (RING ? 0 : begin)) * a.row() + int64_t(t.kv) * a.HS;
-    if constexpr (RING) {
-        const unsigned first = unsigned(position) + 1 - length + begin;
-        t.first = int(first % unsigned(a.capacity));
-    }
+    t.first = int(tokens - length + begin);
+    t.pages = {a.pages + int64_t(slot) * a.page_columns, a.page_columns, a.num_pages};
     return true;
 }
 
 // Each warp combines 8·W channels of a head over 32 splits at a time; a lane takes W channels of every fourth split.
 // All loads are issued before the first is used. Earlier sums are rescaled where the maximum grows.
-template <int W, bool RING, typename T>
-__device__ __forceinline__ void combine_splits(const Arguments<T>& a, const Task<RING>& t, T* out) {
+template <int W, typename T>
+__device__ __forceinline__ void combine_splits(const Arguments<T>& a, const Task& t, T* out) {
     constexpr int SIDE = 8, ROWS = WARP / SIDE, ROUNDS = WARP / ROWS;
     const int lane = threadIdx.x % WARP, strips = (a.HS + SIDE * W - 1) / (SIDE * W);
 #pragma unroll 1
@@ -168,8 +166,8 @@ struct HeadStats {
 
 // Stores the block's result: to out if it has the only split, else to scratch, where the last block to finish combines
 // all. stats(h) and sum(stats, h, c) give the results of the block's heads to every thread.
-template <bool VECTORS, bool RING, typename T, typename Stats, typename Sum>
-__device__ __forceinline__ void finish(const Arguments<T>& a, const Task<RING>& t, Stats stats, Sum sum) {
+template <bool VECTORS, typename T, typename Stats, typename Sum>
+__device__ __forceinline__ void finish(const Arguments<T>& a, const Task& t, Stats stats, Sum sum) {
     __shared__ bool last_block;
     T* const out = a.out + t.n * a.out_stride + int64_t(t.head0) * a.HS;
     const int64_t first = (int64_t(t.n) * a.splits + t.split) * a.NH + t.head0;
@@ -203,7 +201,7 @@ __device__ __forceinline__ void finish(const Arguments<T>& a, const Task<RING>& 
 // --- any dtype and head size
 
 // W elements a vector, V vectors a lane for a key: channel (v·lanes + lane)·W + k of a head.
-template <int W, int V, int HEADS, bool RING, typename T>
+template <int W, int V, int HEADS, typename T>
 __global__ void __launch_bounds__(THREADS) simt_kernel(const Arguments<T> a) {
     __shared__ float scores[HEADS][SIMT_SPLIT_KEYS];
     __shared__ float queries[HEADS][MAX_HS];
@@ -211,7 +209,7 @@ __global__ void __launch_bounds__(THREADS) simt_kernel(const Arguments<T> a) {
     __shared__ float maxima[HEADS], totals[HEADS];
     pdl_launch_dependents();
     pdl_wait();
-    Task<RING> t;
+    Task t;
     if (!find_task<HEADS>(a, t, [](unsigned) { return unsigned(SIMT_SPLIT_KEYS); })) return;
 
     const int HS = a.HS;
@@ -219,7 +217,7 @@ __global__ void __launch_bounds__(THREADS) simt_kernel(const Arguments<T> a) {
     const float* const rotation = a.angles.of(t.n);
     if (t.ends_context()) {
         // Every query tile of a KV head writes the same values, which it reads itself.
-        const int64_t to = t.start + cache_row<RING>(t.keys - 1, t.first, int(a.capacity)) * row;
+        const int64_t to = t.pages.row(t.first + t.keys - 1) * row + int64_t(t.kv) * HS;
         const T *const k = a.new_key(t), *const v = k + row;
         for (int c = threadIdx.x; c < HS; c += THREADS) {
             a.k_cache[to + c] = from_float<T>(rotated(k, c, rotation, a.angles.pairs));
@@ -235,8 +233,7 @@ __global__ void __launch_bounds__(THREADS) simt_kernel(const Arguments<T> a) {
 
     const SplitWorkspace<WARPS, HEADS> work{&queries[0][0], &scores[0][0], &sums[0][0][0], maxima, totals, int(MAX_HS)};
     constexpr int BATCH = V == 1 ? 4 : V == 2 ? 2 : 1;
-    attend_split<W, V, BATCH, RING>(work, a.k_cache + t.start, a.v_cache + t.start, row, t.first, int(a.capacity),
-                                    t.keys, t.heads, HS, a.lanes);
+    attend_split<W, V, BATCH>(work, a.keys_of(t, a.k_cache), a.keys_of(t, a.v_cache), t.keys, t.heads, HS, a.lanes);
     finish<(W > 1)>(
         a, t,
         [&](int h) {
@@ -258,9 +255,9 @@ constexpr int MMA_STAGES = D <= 32                   ? (MANY_BLOCKS ? 3 : 5)
 template <int D, bool MANY_BLOCKS>
 constexpr int MMA_BLOCKS = D <= 64 && MANY_BLOCKS ? 6 : 3;
 
-template <int D, bool MANY_BLOCKS, bool RING, typename T>
+template <int D, bool MANY_BLOCKS, typename T>
 __global__ void __launch_bounds__(THREADS, MMA_BLOCKS<D, MANY_BLOCKS>) mma_kernel(const Arguments<T> a) {
-    using Split = MmaSplit<T, D, MMA_STAGES<D, MANY_BLOCKS>, WARPS, RING>;
+    using Split = MmaSplit<T, D, MMA_STAGES<D, MANY_BLOCKS>, WARPS>;
     extern __shared__ __align__(16) char memory[];
     T* const queries = reinterpret_cast<T*>(memory + Split::BYTES);  // [2, heads] rows, PITCH apart
     __shared__ T new_key[D], new_value[D];
@@ -268,12 +265,12 @@ __global__ void __launch_bounds__(THREADS, MMA_BLOCKS<D, MANY_BLOCKS>) mma_kerne
     // The keys read since the last call have evicted the counter from L2.
     if (threadIdx.x == 0) prefetch_line(a.counter());
     if (!a.inputs_ready) pdl_wait();
-    Task<RING> t;
+    Task t;
     if (!find_task<MMA_HEADS>(a, t, mma_split_keys)) return;
 
     const int cached = t.keys - t.ends_context();
-    Split split(memory, KvSplit<T, RING>{a.k_cache + t.start, a.v_cache + t.start, a.row(), a.HS, t.keys, cached,
-                                         new_key, new_value, t.first, int(a.capacity)});
+    Split split(memory, KvSplit<T>{a.keys_of(t, a.k_cache), a.v_cache + int64_t(t.kv) * a.HS, a.HS, t.keys, cached,
+                                   new_key, new_value});
     const float* const rotation = a.angles.of(t.n);
     pdl_wait();
     // While the first keys arrive: the new key, one channel a thread, which every query tile of a KV head appends; then
@@ -297,7 +294,7 @@ __global__ void __launch_bounds__(THREADS, MMA_BLOCKS<D, MANY_BLOCKS>) mma_kerne
         queries[(t.heads + h) * PITCH<T, D> + c] = from_float<T>(x - rounded_to<T>(x));
     }
     if (appends) {
-        const int64_t to = t.start + cache_row<RING>(cached, t.first, int(a.capacity)) * a.row() + channel;
+        const int64_t to = t.pages.row(t.first + cached) * a.row() + int64_t(t.kv) * a.HS + channel;
         a.k_cache[to] = new_key[channel] = key;
         a.v_cache[to] = new_value[channel] = value;
     }
@@ -339,35 +336,22 @@ void launch(const char* op, void (*kernel)(Arguments<T>), Arguments<T> a, int64_
     launch_pdl(op, kernel, grid, THREADS, size_t(shared_bytes), stream, a);
 }
 
-// f(std::true_type or std::false_type): whether there is a window.
-template <typename T, typename F>
-void dispatch_window(const Arguments<T>& a, F f) {
-    if (a.window)
-        f(std::true_type{});
-    else
-        f(std::false_type{});
-}
-
 template <int W, int V, typename T>
 void launch_simt(const char* op, const Arguments<T>& a, int64_t N, Stream stream) {
     constexpr int QUERY_TILE = 4;
-    dispatch_window(a, [&](auto ring) {
-        if (a.NH == a.NKV)
-            launch(op, simt_kernel<W, V, 1, decltype(ring)::value, T>, a, N, 1, 0, stream);
-        else
-            launch(op, simt_kernel<W, V, QUERY_TILE, decltype(ring)::value, T>, a, N, QUERY_TILE, 0, stream);
-    });
+    if (a.NH == a.NKV)
+        launch(op, simt_kernel<W, V, 1, T>, a, N, 1, 0, stream);
+    else
+        launch(op, simt_kernel<W, V, QUERY_TILE, T>, a, N, QUERY_TILE, 0, stream);
 }
 
 template <int D, bool MANY_BLOCKS, typename T>
 void launch_mma(const char* op, const Arguments<T>& a, int64_t N, Stream stream) {
     const int64_t queries = 2 * std::min(a.group, MMA_HEADS) * PITCH<T, D> * int64_t(sizeof(T)),
-                  bytes = MmaSplit<T, D, MMA_STAGES<D, MANY_BLOCKS>, WARPS, false>::BYTES + queries;
-    dispatch_window(a, [&](auto ring) {
-        const auto kernel = mma_kernel<D, MANY_BLOCKS, decltype(ring)::value, T>;
-        cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), op);
-        launch(op, kernel, a, N, MMA_HEADS, bytes, stream);
-    });
+                  bytes = MmaSplit<T, D, MMA_STAGES<D, MANY_BLOCKS>, WARPS>::BYTES + queries;
+    const auto kernel = mma_kernel<D, MANY_BLOCKS, T>;
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), op);
+    launch(op, kernel, a, N, MMA_HEADS, bytes, stream);
 }
 
 template <typename T>
@@ -418,8 +402,10 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
         a.totals = a.maxima + heads;
         a.out_stride = row_stride(out);
         a.qkv_stride = row_stride(qkv);
+        a.pages = z.pages.table;
         a.num_slots = z.slots;
-        a.capacity = z.capacity;
+        a.page_columns = int(z.pages.columns);
+        a.num_pages = int(z.pages.pages);
         a.NH = int(z.NH);
         a.NKV = int(z.NKV);
         a.HS = int(z.HS);

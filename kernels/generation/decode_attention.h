@@ -1,15 +1,14 @@
 // Attention of one new token for each of N sequences over its KV cache: a decode step of one layer.
 //
 //   q, k, v of sequence n lie side by side in qkv[n]. RoPE rotates q and k by row angles[n] of the table; k and v are
-//   written to row positions[n] of the sequence's cache slot. Query head h reads KV head h / (NH/NKV):
+//   written to the row of position positions[n]. Query head h reads KV head h / (NH/NKV):
 //   S_j = scale·q·k_j for j ≤ positions[n],   P = softmax(S),   out = Σ_j P_j v_j
+//   With a window w > 0 the sum is over positions[n] − w < j ≤ positions[n].
 //
-// The cache of a layer is k, v [slots, capacity, NKV, HS]; sequence n uses slot slots[n]. positions[n] < 0 marks a
-// finished sequence: its out is 0 and its cache is not written. Without a window the same holds where positions[n] ≥
-// capacity.
-//
-// With a window w > 0, 1 ≤ w ≤ capacity, the sum is over positions[n] − w < j ≤ positions[n], and the cache of a
-// sequence is a ring: position p has row p mod capacity, so positions may exceed the capacity.
+// The cache of a layer is paged, k, v [pages, KV_PAGE, NKV, HS] (kernels/kv_page.h); sequence n has the pages in row
+// slots[n] of the table. Pages before the window are not read. The page of positions[n] must not be shared.
+// positions[n] < 0 marks a finished sequence, and so does a position that the table has no column for: its out is 0 and
+// its cache is not written.
 //
 // The context is split into KV splits, which are processed in parallel and combined in order (Flash-Decoding, Dao et
 // al. 2023), so that a single long sequence keeps all SMs or CPU threads busy. The size of a split depends only on the
@@ -17,15 +16,16 @@
 // the run.
 //
 // T is the dtype of qkv, cache and out: fp32; on CUDA also bf16 and fp16. Sums are fp32.
-// Errors: wrong shapes or dtypes, NKV that does not divide NH, a window outside [0, capacity], a scale that is not
-// positive; on CUDA also HS > 256, and more than 65,535 sequences or heads. On the CPU also slots outside the cache,
-// positions of max_length or more, and a row outside the table.
+// Errors: wrong shapes or dtypes, NKV that does not divide NH, a negative window, a scale that is not positive; on CUDA
+// also HS > 256, and more than 65,535 sequences or heads. On the CPU also slots outside the page table, pages outside
+// the cache, positions of max_length or more, and a row outside the table of angles. CUDA treats such slots as finished
+// sequences and stays within the cache whatever the pages are.
 #pragma once
 
 #include "kernels/generation/decode_batch.h"
 #include "runtime/device/device.h"
 
-// out [N, NH·HS]; qkv [N, (NH + 2·NKV)·HS] (may be overwritten); k_cache, v_cache [slots, capacity, NKV, HS].
+// out [N, NH·HS]; qkv [N, (NH + 2·NKV)·HS] (may be overwritten); k_cache, v_cache [pages, KV_PAGE, NKV, HS].
 // scratch: at least decode_attention_scratch bytes (U8). Zero it once before the first call; each call leaves it ready
 // for the next, whatever the N and max_length of that call.
 void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, const DecodeBatch& batch, int64_t window,

@@ -7,8 +7,10 @@
 #include "kernels/generation/decode_batch.h"
 
 struct DecodeSizes {
-    int64_t N, NH, NKV, HS, slots, capacity;
-    int64_t rope_pairs;  // R/2; 0 without RoPE
+    int64_t N, NH, NKV, HS, slots;
+    KvPages pages;
+    int64_t rope_pairs;                                           // R/2; 0 without RoPE
+    int64_t capacity() const { return pages.columns * KV_PAGE; }  // the longest sequence
 };
 
 // Returns the number of rotated channel pairs, R/2; 0 without a table.
@@ -27,17 +29,19 @@ inline DecodeSizes check_decode_attention(const char* op, DType dtype, const Ten
                                           const Tensor& k_cache, const Tensor& v_cache, const DecodeBatch& batch,
                                           int64_t window, float scale) {
     require(k_cache && k_cache.rank == 4, op, ": k_cache is ", shape_string(k_cache),
-            ", expected [slots, capacity, NKV, HS]");
+            ", expected [pages, KV_PAGE, NKV, HS]");
     DecodeSizes z{};
-    z.slots = k_cache.shape[0];
-    z.capacity = k_cache.shape[1];
+    const int64_t pages = k_cache.shape[0];
     z.NKV = k_cache.shape[2];
     z.HS = k_cache.shape[3];
-    check_tensor(op, "k_cache", k_cache, dtype, {z.slots, z.capacity, z.NKV, z.HS});
-    check_tensor(op, "v_cache", v_cache, dtype, {z.slots, z.capacity, z.NKV, z.HS});
+    check_tensor(op, "k_cache", k_cache, dtype, {pages, KV_PAGE, z.NKV, z.HS});
+    check_tensor(op, "v_cache", v_cache, dtype, {pages, KV_PAGE, z.NKV, z.HS});
     check_contiguous(op, "k_cache", k_cache);
     check_contiguous(op, "v_cache", v_cache);
-    require(z.NKV > 0 && z.HS > 0, op, ": k_cache is ", shape_string(k_cache), ", expected [slots, capacity, NKV, HS]");
+    require(pages > 0 && z.NKV > 0 && z.HS > 0, op, ": k_cache is ", shape_string(k_cache),
+            ", expected [pages, KV_PAGE, NKV, HS]");
+    z.pages = check_pages(op, batch.pages, pages * KV_PAGE);
+    z.slots = batch.pages.shape[0];
     check_matrix(op, "qkv", qkv, dtype);
     z.N = qkv.shape[0];
     z.NH = qkv.shape[1] / z.HS - 2 * z.NKV;
@@ -47,8 +51,7 @@ inline DecodeSizes check_decode_attention(const char* op, DType dtype, const Ten
     check_tensor(op, "slots", batch.slots, DType::I32, {z.N});
     check_tensor(op, "positions", batch.positions, DType::I32, {z.N});
     z.rope_pairs = check_angles(op, batch.angles, batch.table, z.N, z.HS);
-    require(window >= 0 && window <= z.capacity, op, ": window is ", window, "; it must be 0 (none) or at most the ",
-            z.capacity, " rows of the cache");
+    require(window >= 0, op, ": window is ", window, "; it must be 0 (none) or positive");
     require(scale > 0, op, ": scale is ", scale, "; it must be positive");
     return z;
 }

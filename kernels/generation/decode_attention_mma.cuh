@@ -8,7 +8,7 @@
 #pragma once
 
 #include "kernels/cuda/warp_tile.cuh"
-#include "kernels/generation/ring_rows.cuh"
+#include "kernels/generation/paged_keys.cuh"
 
 constexpr int MMA_HEADS = 8;       // query heads of a block
 constexpr int MMA_TILE_KEYS = 16;  // keys of a tile
@@ -30,23 +30,22 @@ __host__ __device__ inline unsigned mma_split_keys(unsigned length) {
 
 // The keys and values that a block reads: one KV head of one split. The newest key and value may not be in the cache
 // yet; then they are read from shared memory.
-template <typename T, bool RING>
+template <typename T>
 struct KvSplit {
-    const T *k, *v;            // of the first key in the cache; with a ring, of row 0
-    int64_t row;               // elements from one row to the next
+    PagedKeys<T> k;
+    const T* v;                // of the KV head in the cache's first row
     int HS, keys, cached;      // HS a multiple of 8; cached: keys or keys − 1
     const T *last_k, *last_v;  // [HS], in shared memory: the newest, if it is not cached
-    int first, rows;           // with a ring: the row of the first key; rows of the ring
 };
 
 // D ≥ HS, a multiple of 32. Each warp has STAGES tiles in flight at a time.
-template <typename T, int D, int STAGES, int WARPS, bool RING>
+template <typename T, int D, int STAGES, int WARPS>
 class MmaSplit {
   public:
     static constexpr int64_t BYTES = int64_t(WARPS) * STAGES * 2 * MMA_TILE_KEYS * PITCH<T, D> * int64_t(sizeof(T));
 
     // memory: BYTES, shared by the block. Starts the loads of the first tiles.
-    __device__ __forceinline__ MmaSplit(char* memory, const KvSplit<T, RING>& split)
+    __device__ __forceinline__ MmaSplit(char* memory, const KvSplit<T>& split)
         : s(split),
           warp(int(threadIdx.x) / WARP),
           tiles((split.keys + MMA_TILE_KEYS - 1) / MMA_TILE_KEYS),
@@ -149,8 +148,8 @@ class MmaSplit {
                 const int pack = i * WARP + lane_id(), row = pack / PACKS, column = pack % PACKS * W;
                 const int key = tile * MMA_TILE_KEYS + row, to = row * PITCH<T, D> + column;
                 const bool inside = key < s.cached && column < s.HS;
-                const int64_t from = inside ? cache_row<RING>(key, s.first, s.rows) * s.row + column : 0;
-                cp_async_16(keys(stage) + to, s.k + from, inside);
+                const int64_t from = inside ? s.k.offset(key) + column : 0;
+                cp_async_16(keys(stage) + to, s.k.cache + from, inside);
                 cp_async_16(values(stage) + to, s.v + from, inside);
             }
         }
@@ -215,7 +214,7 @@ class MmaSplit {
             for (int i = 0; i < 4; i++) o[0][n][i] *= rescale;
     }
 
-    const KvSplit<T, RING> s;
+    const KvSplit<T> s;
     const int warp, tiles;
     char* const ring;
 };

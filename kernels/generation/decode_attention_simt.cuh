@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/cuda/cuda_common.cuh"
-#include "kernels/generation/ring_rows.cuh"
+#include "kernels/generation/paged_keys.cuh"
 
 // Keys of a KV split, and splits of a context.
 constexpr int64_t SIMT_SPLIT_KEYS = 256;
@@ -37,16 +37,14 @@ __device__ __forceinline__ float group_sum(float x, int lanes) {
     return x;
 }
 
-// k_cache, v_cache: of the split's first key, `row` elements from one key to the next; keys ≤ SIMT_SPLIT_KEYS. With a
-// ring they are those of its row 0, and the first key is in row `first_row` of `rows`. A group of `lanes` lanes, a
-// power of two, shares a key. Each lane holds V vectors of W elements of it: channel (v·lanes + lane)·W + k of a head.
-// A lane has BATCH keys and values in flight at a time.
+// keys ≤ SIMT_SPLIT_KEYS. A group of `lanes` lanes, a power of two, shares a key. Each lane holds V vectors of W
+// elements of it: channel (v·lanes + lane)·W + k of a head. A lane has BATCH keys and values in flight at a time.
 //
 // The caller fills shared.queries and synchronizes the block before. On return maxima, totals and sums are visible to
 // all threads.
-template <int W, int V, int BATCH, bool RING, typename Workspace, typename T>
-__device__ __forceinline__ void attend_split(const Workspace& shared, const T* k_cache, const T* v_cache, int64_t row,
-                                             int first_row, int rows, int keys, int heads, int HS, int lanes) {
+template <int W, int V, int BATCH, typename Workspace, typename T>
+__device__ __forceinline__ void attend_split(const Workspace& shared, const PagedKeys<T>& k_cache,
+                                             const PagedKeys<T>& v_cache, int keys, int heads, int HS, int lanes) {
     constexpr int WARPS = Workspace::WARPS, HEADS = Workspace::HEADS, THREADS = WARPS * WARP;
     const int thread = int(threadIdx.x), warp = thread / WARP, lane = thread % WARP;
     // Scores: key j of the split belongs to group j % groups.
@@ -63,14 +61,13 @@ __device__ __forceinline__ void attend_split(const Workspace& shared, const T* k
     const int rounds = (keys + groups - 1) / groups;  // the same for all lanes: group_sum needs the whole warp
     // All loads of BATCH rounds are issued at once, and the first values are requested before the scores are needed.
     using Vectors = Pack<T, W>[BATCH][V];
-    const auto load = [&](Vectors& x, const T* cache, int first) {
+    const auto load = [&](Vectors& x, const PagedKeys<T>& cache, int first) {
 #pragma unroll
         for (int b = 0; b < BATCH; b++)
 #pragma unroll
             for (int v = 0; v < V; v++) {
                 const int j = (first + b) * groups + mine;
-                if (j < keys && channel(v) < HS)
-                    x[b][v] = load_pack<W>(cache + cache_row<RING>(j, first_row, rows) * row + channel(v));
+                if (j < keys && channel(v) < HS) x[b][v] = load_pack<W>(cache.at(j) + channel(v));
             }
     };
     Vectors key = {}, value = {};

@@ -11,8 +11,7 @@ int64_t decode_step_scratch(const DecodeModel&) {
     return 0;
 }
 
-void decode_step_prepare(Tensor, const DecodeModel&, const InferenceWeights&, const std::vector<Tensor>&,
-                         const std::vector<Tensor>&, Stream) {
+void decode_step_prepare(Tensor, const DecodeModel&, const InferenceWeights&, const std::vector<LayerCache>&, Stream) {
     throw Error("decode_step_prepare: the fused decode step needs a GPU");
 }
 

@@ -170,13 +170,14 @@ struct ComputingWarps {
         return EXTENDED ? reinterpret_cast<const LayerOptions*>(layers + a.num_layers) + l : nullptr;
     }
     // The block's first attention task in layer l: the same in all layers, unless the kernel is extended.
-    __device__ __forceinline__ TaskOf<EXTENDED>& first_task(int l) const {
+    __device__ __forceinline__ Task& first_task(int l) const {
         return shared.first_task[EXTENDED ? l & 1 : 0];
     }
     __device__ __forceinline__ void find_first_task(int l) {
         first_task(l) = {};
         if (int(blockIdx.x) < num_tasks<EXTENDED>(a, options_of(l)))
-            first_task(l) = task_of<HEADS, EXTENDED>(a, shared.positions, shared.slots, options_of(l), int(blockIdx.x));
+            first_task(l) =
+                task_of<HEADS, EXTENDED>(a, layers[l], shared.positions, shared.slots, options_of(l), int(blockIdx.x));
     }
 
     // The block's first attention task, and the RoPE rotation of each sequence.
@@ -292,10 +293,10 @@ struct ComputingWarps {
     }
 
     // Prefetches the keys and values of the block's first attention task to L2.
-    __device__ __forceinline__ void prefetch_cache(const Layer& layer, const TaskOf<EXTENDED>& t) {
+    __device__ __forceinline__ void prefetch_cache(const Layer& layer, const Task& t) {
 #pragma unroll 1
         for (int j = thread; j < t.keys; j += THREADS) {
-            const int64_t at = ((t.last - rows_back(t, j)) * a.NKV + t.kv) * a.HS;
+            const int64_t at = ((t.last - j) * a.NKV + t.kv) * a.HS;
 #pragma unroll 1
             for (int c = 0; c < a.HS; c += 128 / int(sizeof(T)))
                 for (const void* cache : {layer.k, layer.v}) prefetch_line(static_cast<const T*>(cache) + at + c);
@@ -472,6 +473,7 @@ Arguments<T> arguments_of(const Tensor& logits, const Tensor& ids, const DecodeB
     a.NH = int(m.NH);
     a.NKV = int(m.NKV);
     a.HS = int(m.HS);
+    a.page_columns = int(ceil_div(m.capacity, KV_PAGE));
     a.query_tiles = int(ceil_div(m.NH / m.NKV, heads_of_task(m)));
     a.kv_splits = int(num_kv_splits(std::min(batch.max_length, m.capacity)));
     while (int64_t(FULL_WIDTH<T>) << a.log_lanes < m.HS) a.log_lanes++;
@@ -521,12 +523,12 @@ int64_t decode_step_scratch(const DecodeModel& model) {
 }
 
 void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWeights& weights,
-                         const std::vector<Tensor>& k, const std::vector<Tensor>& v, Stream stream) {
+                         const std::vector<LayerCache>& cache, Stream stream) {
     const char* op = "decode_step_prepare";
     const int64_t Q = m.NH * m.HS;
     const bool gated = is_gated(m.activation);
-    require(int64_t(weights.blocks.size()) == m.layers && int64_t(k.size()) == m.layers && v.size() == k.size(), op,
-            ": ", weights.blocks.size(), " blocks and a cache for ", k.size(), " layers, expected ", m.layers);
+    require(int64_t(weights.blocks.size()) == m.layers && int64_t(cache.size()) == m.layers, op, ": ",
+            weights.blocks.size(), " blocks and a cache for ", cache.size(), " layers, expected ", m.layers);
     require(decode_step_max_batch(m) > 0, op,
             ": the fused decode step does not support this model (decode_step_max_batch() is 0)");
     check_scratch(op, scratch, decode_step_scratch(m));
@@ -558,14 +560,18 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
         linear(b.fc, "fc", activation_inputs(m.activation, m.FFN), m.C);
         linear(b.fcproj, "fcproj", m.C, m.FFN);
         const DecodeLayer special = m.layer_options.empty() ? DecodeLayer{} : m.layer_options[l];
-        const int64_t rows = special.window ? k[l].shape[1] : m.capacity;
-        require(special.window >= 0 && special.window <= rows, op, ": the window of layer ", l, " is ", special.window,
-                "; it must be 0 (none) or at most the ", rows, " rows of the cache");
-        for (const Tensor& cache : {k[l], v[l]}) {
-            check_tensor(op, "cache", cache, m.dtype, {m.slots, rows, m.NKV, m.HS});
-            check_contiguous(op, "cache", cache);
-            require(rows_aligned({cache}), op, ": a cache is not aligned to 16 bytes");
+        require(special.window >= 0, op, ": the window of layer ", l, " is ", special.window,
+                "; it must be 0 (none) or positive");
+        const LayerCache& c = cache[l];
+        require(c.k.rank == 4 && c.k.shape[0] > 0, op, ": the cache of layer ", l, " is ", shape_string(c.k),
+                ", expected [pages, KV_PAGE, NKV, HS]");
+        for (const Tensor& t : {c.k, c.v}) {
+            check_tensor(op, "cache", t, m.dtype, {c.k.shape[0], KV_PAGE, m.NKV, m.HS});
+            check_contiguous(op, "cache", t);
+            require(rows_aligned({t}), op, ": a cache is not aligned to 16 bytes");
         }
+        check_tensor(op, "pages", c.pages, DType::I32, {m.slots, ceil_div(m.capacity, KV_PAGE)});
+        check_pages(op, c.pages, c.k.shape[0] * KV_PAGE);
         Layer layer{};
         const LinearWeights* const matrices[LAYER_MATRICES] = {&b.qkv, &b.proj, &b.fc, &b.fcproj};
         for (int i = 0; i < LAYER_MATRICES; i++) {
@@ -577,12 +583,14 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
             layer.norm_weight[i] = norms[i]->weight.as<float>();
             layer.norm_bias[i] = norms[i]->bias.as<float>();
         }
-        layer.k = k[l].data;
-        layer.v = v[l].data;
+        layer.k = c.k.data;
+        layer.v = c.v.data;
+        layer.pages = c.pages.as<int32_t>();
+        layer.num_pages = c.k.shape[0];
         layers.push_back(layer);
         for (const Tensor& weight : {b.qnorm, b.knorm})
             if (m.qk_norm) check_tensor(op, "QK-norm", weight, DType::F32, {m.HS}, Given::Optional);
-        options.push_back({b.qnorm.as<float>(), b.knorm.as<float>(), int(rows), int(special.window), special.rope});
+        options.push_back({b.qnorm.as<float>(), b.knorm.as<float>(), special.window, special.rope});
     }
     device_fill(scratch.data, 0, size_t(scratch.bytes()), stream);
     copy_to_device(static_cast<char*>(scratch.data) + ScratchLayout::LAYERS, layers.data(),

@@ -7,6 +7,7 @@
 #include "kernels/cuda/row_statistics.cuh"
 #include "kernels/generation/decode_step.h"
 #include "kernels/generation/kv_rotate.cuh"
+#include "kernels/kv_page.cuh"
 #include "runtime/model/activation_config.h"
 
 namespace fused_decode {
@@ -19,7 +20,7 @@ constexpr int MAX_STAGE_ROWS = 8;                            // so that at least
 constexpr int STAGES_AT_ONCE = 3;                            // stages whose rows a warp multiplies side by side
 constexpr int CHUNK_ROWS = STAGES_AT_ONCE * MAX_STAGE_ROWS;  // rows between two barriers
 constexpr int QUERY_TILE = 2;                                // query heads of an attention task with NKV < NH
-constexpr int64_t SPLIT_KEYS = 128;                          // keys of a KV split
+constexpr int64_t SPLIT_KEYS = KV_PAGE;                      // keys of a KV split: those of a page
 
 // The matrices, in model order. Each layer has the first four.
 enum Matrix { QKV, PROJ, FC, FCPROJ, LAYER_MATRICES, HEAD = LAYER_MATRICES, MATRICES };
@@ -28,15 +29,16 @@ enum Matrix { QKV, PROJ, FC, FCPROJ, LAYER_MATRICES, HEAD = LAYER_MATRICES, MATR
 struct Layer {
     const void *weight[LAYER_MATRICES], *bias[LAYER_MATRICES];
     const float *norm_weight[2], *norm_bias[2];
-    void *k, *v;  // [slots, capacity, NKV, HS]
+    void *k, *v;           // [num_pages, KV_PAGE, NKV, HS]
+    const int32_t* pages;  // [slots, page_columns]
+    int64_t num_pages;
 };
 
 // The arguments of a layer that only the extended kernel reads (is_extended in decode_step_plan.cuh). They follow the
 // array of layers.
 struct LayerOptions {
     const float *qnorm, *knorm;  // weights of QK-norm; null: none
-    int rows;                    // of a sequence in the cache
-    int window;                  // 0: none; else these rows are a ring
+    int64_t window;              // 0: none
     int64_t rope;                // whether q and k are rotated
 };
 template <bool EXTENDED>
@@ -66,6 +68,7 @@ struct Arguments {
     int64_t vocab, wpe_rows, logits_stride, num_slots, capacity;
     MatrixPlan plans[MATRICES];
     int num_layers, N, C, NH, NKV, HS;
+    int page_columns;
     int query_tiles;  // of the query heads of a KV head
     int kv_splits;    // of the longest sequence
     int log_lanes;    // log2 of the lanes that share a key
@@ -90,28 +93,14 @@ struct PairRange {
     int first, end;
 };
 
-// An attention task: a query tile of one KV head over one KV split of one sequence. The split is the fastest index.
+// An attention task: a query tile of one KV head over one KV split of one sequence, which lies in one page. The split
+// is the fastest index.
 struct Task {
     int n, kv, head0, heads, split;
     int splits, keys;  // splits of the sequence, 0: finished; keys of this split, 0: beyond the context
     int64_t last;      // row of the split's last key in the cache
     __device__ __forceinline__ bool has_new_key() const { return split == splits - 1; }
 };
-// In the extended kernel a layer's cache may be a ring. Counted back from the split's last key, keys wrap, wrap + 1 …
-// are at the end of the ring.
-struct RingTask : Task {
-    int wrap, rows;
-};
-template <bool EXTENDED>
-using TaskOf = std::conditional_t<EXTENDED, RingTask, Task>;
-
-// Rows from the split's last key back to key j.
-__device__ __forceinline__ int rows_back(const Task&, int j) {
-    return j;
-}
-__device__ __forceinline__ int rows_back(const RingTask& t, int j) {
-    return j < t.wrap ? j : j - t.rows;
-}
 
 // Static shared memory of a block, for up to NB sequences.
 template <int NB, bool EXTENDED, typename T>
@@ -125,7 +114,7 @@ struct Shared {
     T biases[2][THREADS];  // of two matmuls, which alternate
     PairRange pairs[MATRICES];
     // Of the block; all zeros if there are fewer tasks than blocks. Extended: of two layers, which alternate.
-    TaskOf<EXTENDED> first_task[EXTENDED ? 2 : 1];
+    Task first_task[EXTENDED ? 2 : 1];
     uint32_t epoch;
 };
 

@@ -41,11 +41,17 @@ struct InferenceWeights {
 // Options that may differ from layer to layer.
 struct DecodeLayer {
     bool rope = true;    // q and k are rotated if the batch has a table
-    int64_t window = 0;  // 0: none; else the layer's cache is a ring of at least as many rows (decode_attention.h)
+    int64_t window = 0;  // 0: none (decode_attention.h)
 };
 
-// Sizes and options that do not change from step to step. slots is that of the KV cache; capacity, the longest
-// sequence, is its number of rows in layers without a window.
+// A layer's paged KV cache: k, v [pages, KV_PAGE, NKV, HS], and the page table [slots, ⌈capacity / KV_PAGE⌉] int32
+// (kernels/kv_page.h).
+struct LayerCache {
+    Tensor k, v, pages;
+};
+
+// Sizes and options that do not change from step to step. slots: rows of the page tables; capacity: the longest
+// sequence.
 struct DecodeModel {
     int64_t layers = 0, C = 0, NH = 0, NKV = 0, HS = 0, FFN = 0, Vp = 0;  // FFN: columns of fcproj
     int64_t slots = 0, capacity = 0;
@@ -65,14 +71,15 @@ int64_t decode_step_max_batch(const DecodeModel& model);
 
 // Bytes of scratch; 0 if decode_step_max_batch is.
 int64_t decode_step_scratch(const DecodeModel& model);
-// Prepares scratch (U8) for these weights and this cache, k and v [slots, rows, NKV, HS] for each layer. Call it
-// once, and again if any of them moves. Waits for the stream. Errors: wrong shapes or dtypes, a model that is not
-// supported, rows that are not contiguous or not aligned to 16 bytes.
+// Prepares scratch (U8) for these weights and the cache of each layer. Call it once, and again if any of them moves.
+// Waits for the stream. Errors: wrong shapes or dtypes, a model that is not supported, a negative window, rows that are
+// not contiguous or not aligned to 16 bytes.
 void decode_step_prepare(Tensor scratch, const DecodeModel& model, const InferenceWeights& weights,
-                         const std::vector<Tensor>& k, const std::vector<Tensor>& v, Stream stream);
+                         const std::vector<LayerCache>& cache, Stream stream);
 
 // logits [N, Vp], N ≤ decode_step_max_batch; ids [N] int32; batch and its finished sequences as for decode_attention,
-// except that the logits of a finished sequence are unspecified. Each call leaves scratch ready for the next, whatever
-// the N and max_length of that call. Errors: wrong shapes or dtypes, N too large, rows of logits that are not aligned.
+// except that batch.pages is not read and that the logits of a finished sequence are unspecified. Each call leaves
+// scratch ready for the next, whatever the N and max_length of that call. Errors: wrong shapes or dtypes, N too large,
+// rows of logits that are not aligned.
 void decode_step(Tensor logits, Tensor ids, const DecodeBatch& batch, const DecodeModel& model,
                  const InferenceWeights& weights, Tensor scratch, Stream stream);

@@ -14,7 +14,7 @@ namespace fused_decode {
 template <bool EXTENDED, typename T>
 __device__ __forceinline__ int splits_of_layer(const Arguments<T>& a, const LayerOptions* options) {
     if constexpr (EXTENDED)
-        if (options->window) return min(a.kv_splits, int(ceil_div(options->window, SPLIT_KEYS)));
+        if (options->window) return min(a.kv_splits, int(ceil_div(options->window - 1, SPLIT_KEYS)) + 1);
     return a.kv_splits;
 }
 
@@ -30,9 +30,9 @@ __device__ __forceinline__ int64_t keys_seen(int64_t tokens, const LayerOptions*
 }
 
 template <int HEADS, bool EXTENDED, typename T>
-__device__ __forceinline__ TaskOf<EXTENDED> task_of(const Arguments<T>& a, const int64_t* positions,
-                                                    const int64_t* slots, const LayerOptions* options, int i) {
-    TaskOf<EXTENDED> t{};
+__device__ __forceinline__ Task task_of(const Arguments<T>& a, const Layer& layer, const int64_t* positions,
+                                        const int64_t* slots, const LayerOptions* options, int i) {
+    Task t{};
     // Not a variable: the compiler would order the plain kernel's loads in another way.
     const auto most_splits = [&] { return splits_of_layer<EXTENDED>(a, options); };
     t.split = i % most_splits();
@@ -43,34 +43,29 @@ __device__ __forceinline__ TaskOf<EXTENDED> task_of(const Arguments<T>& a, const
     t.n = i / a.NKV;
     t.head0 = t.kv * group + tile * HEADS;
     t.heads = min(HEADS, group - tile * HEADS);
-    const int64_t length = keys_seen<EXTENDED>(positions[t.n] + 1, options), slot = slots[t.n],
-                  begin = int64_t(t.split) * SPLIT_KEYS;
-    if (length <= 0 || length > a.capacity || slot < 0 || slot >= a.num_slots) return t;
-    t.splits = int(ceil_div(length, SPLIT_KEYS));
+    const int64_t tokens = positions[t.n] + 1, slot = slots[t.n];
+    if (tokens <= 0 || tokens > a.capacity || slot < 0 || slot >= a.num_slots) return t;
+    constexpr int PAGE = int(SPLIT_KEYS);
+    const int first = int(tokens - keys_seen<EXTENDED>(tokens, options)), first_page = first / PAGE;
+    t.splits = int(tokens - 1) / PAGE - first_page + 1;
     if (t.splits > most_splits()) t.splits = 0;
-    if (t.split < t.splits) t.keys = int(min(SPLIT_KEYS, length - begin));
-    if constexpr (EXTENDED) {
-        const unsigned position = unsigned(positions[t.n] - length + begin + t.keys);  // of the last key
-        const int last = int(position % unsigned(options->rows));
-        t.last = slot * options->rows + last;
-        t.wrap = last + 1;
-        t.rows = options->rows;
-    } else {
-        t.last = slot * a.capacity + begin + t.keys - 1;
-    }
+    if (t.split >= t.splits) return t;
+    const int begin = (first_page + t.split) * PAGE, end = min(int(tokens), begin + PAGE);
+    t.keys = end - max(first, begin);
+    t.last = SequencePages{layer.pages + slot * a.page_columns, a.page_columns, int(layer.num_pages)}.row(end - 1);
     return t;
 }
 
 // The keys and values that a lane holds. They are counted back from the last key of the split, so that the newest,
 // which is not in the cache yet, is always the first key of the first lanes.
-template <int ROUNDS, typename TaskType, typename T>
+template <int ROUNDS, typename T>
 struct KvRegisters {
     static constexpr int W = FULL_WIDTH<T>;
     using Vectors = Pack<T, W>[ROUNDS];
     Vectors key, value;
 
     // Loads keys b·step + first, b < ROUNDS, of the split, counted back from its last.
-    __device__ __forceinline__ static void load(Vectors& x, const Arguments<T>& a, const void* cache, const TaskType& t,
+    __device__ __forceinline__ static void load(Vectors& x, const Arguments<T>& a, const void* cache, const Task& t,
                                                 int first, int step) {
         const int channel = (int(threadIdx.x) & ((1 << a.log_lanes) - 1)) * W;
         const int64_t row = int64_t(a.NKV) * a.HS, at = t.last * row + int64_t(t.kv) * a.HS + channel;
@@ -80,10 +75,9 @@ struct KvRegisters {
             uint4 v = {};
             // In assembly, because the compiler would move the loads to where they are used.
             if (j < t.keys && channel < a.HS)
-                asm volatile(
-                    "ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                    : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                    : "l"(__cvta_generic_to_global(static_cast<const T*>(cache) + at - rows_back(t, j) * row)));
+                asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                             : "l"(__cvta_generic_to_global(static_cast<const T*>(cache) + at - j * row)));
             x[b] = reinterpret_cast<const Pack<T, W>&>(v);
         }
     }
@@ -142,10 +136,9 @@ struct HeadNorm {
 // One layer's attention by the computing warps of a block.
 template <int HEADS, int NB, bool EXTENDED, typename T>
 struct Attention {
-    using Task = TaskOf<EXTENDED>;
     static constexpr int W = FULL_WIDTH<T>;
     static constexpr int ROUNDS = 4;  // keys that a lane holds at a time
-    using Kv = KvRegisters<ROUNDS, Task, T>;
+    using Kv = KvRegisters<ROUNDS, T>;
 
     // The online softmax of a lane's keys and channels: maximum, Σ exp(S − maximum), Σ exp(S − maximum)·v.
     struct Softmax {
@@ -224,7 +217,7 @@ struct Attention {
 
     __device__ __forceinline__ Task task(int i) const {
         return i < int(gridDim.x) ? first_task
-                                  : task_of<HEADS, EXTENDED>(a, shared.positions, shared.slots, options, i);
+                                  : task_of<HEADS, EXTENDED>(a, layer, shared.positions, shared.slots, options, i);
     }
     __device__ __forceinline__ uint64_t* att_words(const Task& t) const {
         return a.att_words + int64_t(t.n) * a.NH * HS / PER_WORD<T>;

@@ -1,0 +1,18 @@
+// Rows of a paged KV cache (kernels/kv_page.h) on the GPU.
+#pragma once
+
+#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/kv_page.h"
+
+// The pages of a sequence: a row of the page table.
+struct SequencePages {
+    const int32_t* pages;
+    int columns, count;  // of the table; pages of the cache
+
+    // The row of the token at `position`. Values outside the table and the cache are clamped: no access leaves them.
+    __device__ __forceinline__ int64_t row(int position) const {
+        constexpr int PAGE = int(KV_PAGE);
+        const unsigned page = min(unsigned(pages[min(position / PAGE, columns - 1)]), unsigned(count - 1));
+        return int64_t(page) * PAGE + position % PAGE;
+    }
+};
