@@ -28,10 +28,12 @@ Attention<T> forward_arguments(const AttentionSizes& z, const Tensor& q, const T
     a.S = z.S;
     a.Nq = z.Nq;
     a.Nk = z.keys;
-    a.pages = z.pages.table;
-    a.page_rows = sequences.page_rows.as<int32_t>();
-    a.page_columns = int(z.pages.columns);
-    a.num_pages = int(z.pages.pages);
+    if (z.pages.table) {
+        a.pages = z.pages.table;
+        a.page_rows = sequences.page_rows.as<int32_t>();
+        a.page_columns = int(z.pages.columns);
+        a.num_pages = int(z.pages.pages);
+    }
     a.NH = z.NH;
     a.NKV = z.NKV;
     a.HS = int(z.HS);
