@@ -13,8 +13,15 @@ void sample(benchmark::State& state, DType T) {
     options.temperature = float(state.range(2)) / 10;
     options.top_k = state.range(3);
     options.top_p = float(state.range(4)) / 100;
-    const BenchArray scratch = BenchArray::bytes(sampling_scratch(B, V, options));
-    run_bench(state, [&] { sample_tokens(ids, logits, V, zeros, zeros, options, {}, scratch, Stream{}); });
+    const std::vector<SamplingRow> host(size_t(B), sampling_row(options, V));
+    const BenchArray rows = BenchArray::bytes(B * int64_t(sizeof(SamplingRow)));
+    copy_to_device(rows.tensor().data, host.data(), size_t(rows.bytes()), Stream{});
+    SamplingBatch batch;
+    batch.rows = make_tensor(rows.tensor().data, DType::U8, rows.tensor().device, {B, int64_t(sizeof(SamplingRow))});
+    batch.sequences = batch.steps = zeros;
+    batch.classes = host[0].classes;
+    const BenchArray scratch = BenchArray::bytes(sampling_scratch(B, V, batch.classes));
+    run_bench(state, [&] { sample_tokens(ids, logits, V, batch, scratch, Stream{}); });
     report_bytes(state, logits.bytes());
 }
 
