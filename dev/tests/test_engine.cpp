@@ -418,7 +418,7 @@ TEST(Engine, TopAndPromptLogprobsMatchTheModel) {
     for (const int64_t i : {int64_t(1), int64_t(2), int64_t(130), n - 141, n - 140, n - 139, n - 1}) {
         if (i < 1) continue;
         const std::vector<double> p = logprobs(logits_after(driver, {tokens.begin(), tokens.begin() + i}));
-        EXPECT_NEAR(double(s.prompt_logprobs[1][size_t(i - 1)]), p[size_t(tokens[size_t(i)])], 1e-4) << i;
+        EXPECT_NEAR(double(s.prompt_logprobs[1][size_t(i - 1)]), p[size_t(tokens[size_t(i)])], 1e-3) << i;
     }
     for (int step = 0; step < 3; step++) {
         const std::vector<double> p = logprobs(g.engine.logits(1));
