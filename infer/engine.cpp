@@ -524,11 +524,11 @@ void Engine::score_prompts(const std::vector<PromptChunk>& chunks, const Tensor&
         const int64_t n = p.end - p.begin;
         for (int64_t i = 0; p.losses && i < n; i += most) {
             const int64_t m = std::min(most, n - i);
-            const Tensor logits_rows = logits_out.rows(0, m), row_losses = losses.rows(0, m);
+            const Tensor chunk_logits = logits_out.rows(0, m), row_losses = losses.rows(0, m);
             compute_logits(hidden.rows(row + i, row + i + m));
-            softcap_forward(logits_rows, config.logit_softcap, stream);
-            cross_entropy_forward(row_losses, logits_rows, prompt_targets.rows(row + i, row + i + m), config.vocab_size,
-                                  {}, stream);
+            softcap_forward(chunk_logits, config.logit_softcap, stream);
+            cross_entropy_forward(row_losses, chunk_logits, prompt_targets.rows(row + i, row + i + m),
+                                  config.vocab_size, {}, stream);
             copy_to_host_async(p.losses + p.begin + i, row_losses.data, size_t(row_losses.bytes()), stream);
         }
         row += n;
