@@ -185,11 +185,11 @@ void Engine::plan_memory() {
     add(&sample_scratch, "sample_scratch", DType::U8, {sampling_scratch(B, V, classes)}, SAMPLE, SAMPLE);
     if (const int64_t k = options.top_logprobs) {
         int64_t bytes = 0;  // a smaller batch may need more
-        for (int64_t b = 1; b <= B; b++) bytes = std::max(bytes, top_k_scratch(b, V, k));
+        for (int64_t b = 1; b <= head_rows; b++) bytes = std::max(bytes, top_k_scratch(b, V, k));
         add(&top_scratch, "top_scratch", DType::U8, {bytes}, SAMPLE, SAMPLE);
-        add(&top_values, "top_values", T, {B, k}, SAMPLE, SAMPLE);
-        keep(&top_ids, "top_ids", DType::I32, {B, k});
-        keep(&top_out, "top_logprobs", DType::F32, {B, k});
+        add(&top_values, "top_values", T, {head_rows, k}, SAMPLE, SAMPLE);
+        keep(&top_ids, "top_ids", DType::I32, {head_rows, k});
+        keep(&top_out, "top_logprobs", DType::F32, {head_rows, k});
     }
     if (options.prompt_logprobs) keep(&prompt_targets, "prompt_targets", DType::I32, {N});
     plan.assign_offsets();
@@ -214,7 +214,8 @@ void Engine::allocate(const InferenceWeights& model_weights) {
     const int64_t top = B * options.top_logprobs, result_row = 2 * B + 2 * top;
     results = HostMemory(host_alloc(size_t(result_row) * 8), host_free);
     if (options.prompt_logprobs)
-        prompt_results = HostMemory(host_alloc(size_t(options.prompt_tokens) * sizeof(float)), host_free);
+        prompt_results =
+            HostMemory(host_alloc(size_t(options.prompt_tokens * (1 + 2 * options.top_logprobs)) * 4), host_free);
     const Tensor result_rows = make_tensor(results.get(), DType::I32, Device::CPU, {2, result_row});
     host_tokens = result_rows.columns(0, B);
     for (int i = 0; i < 2; i++) {
@@ -510,7 +511,7 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t firs
 
 // Computes the logprobs of the pass's tokens for prompts that ask for them, in chunks of rows that fit `logits_out`.
 void Engine::score_prompts(const std::vector<PromptChunk>& chunks, const Tensor& hidden) {
-    if (std::all_of(chunks.begin(), chunks.end(), [](const PromptChunk& p) { return !p.losses; })) return;
+    if (std::all_of(chunks.begin(), chunks.end(), [](const PromptChunk& p) { return p.losses < 0; })) return;
     std::vector<int32_t> next_tokens;
     for (const PromptChunk& p : chunks) {
         const std::vector<int32_t>& of_prompt = p.prompt->tokens;
@@ -522,14 +523,19 @@ void Engine::score_prompts(const std::vector<PromptChunk>& chunks, const Tensor&
     int64_t row = 0;
     for (const PromptChunk& p : chunks) {
         const int64_t n = p.end - p.begin;
-        for (int64_t i = 0; p.losses && i < n; i += most) {
+        for (int64_t i = 0; p.losses >= 0 && i < n; i += most) {
             const int64_t m = std::min(most, n - i);
-            const Tensor chunk_logits = logits_out.rows(0, m), row_losses = losses.rows(0, m);
+            const Tensor chunk_logits = logits_out.rows(0, m), chunk_losses = losses.rows(0, m),
+                         targets = prompt_targets.rows(row + i, row + i + m);
             compute_logits(hidden.rows(row + i, row + i + m));
             softcap_forward(chunk_logits, config.logit_softcap, stream);
-            cross_entropy_forward(row_losses, chunk_logits, prompt_targets.rows(row + i, row + i + m),
-                                  config.vocab_size, {}, stream);
-            copy_to_host_async(p.losses + p.begin + i, row_losses.data, size_t(row_losses.bytes()), stream);
+            cross_entropy_forward(chunk_losses, chunk_logits, targets, config.vocab_size, {}, stream);
+            const PromptResults to = prompt_results_at(p.losses + p.begin + i);
+            copy_to_host_async(to.losses, chunk_losses.data, size_t(chunk_losses.bytes()), stream);
+            if (p.prompt->top_logprobs == 0) continue;
+            find_top_tokens(chunk_logits, targets);
+            copy_to_host_async(to.top_ids, top_ids.data, size_t(top_ids.rows(0, m).bytes()), stream);
+            copy_to_host_async(to.top_logprobs, top_out.data, size_t(top_out.rows(0, m).bytes()), stream);
         }
         row += n;
     }
@@ -639,13 +645,13 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
     for (const Prompt& p : prompts) {
         const int64_t n = int64_t(p.tokens.size());
         prompt_losses.emplace_back(losses_begin, p.prompt_logprobs ? n - 1 : 0);
-        float* const host = p.prompt_logprobs ? static_cast<float*>(prompt_results.get()) + losses_begin : nullptr;
+        const int64_t prompt_losses_at = p.prompt_logprobs ? losses_begin : -1;
         losses_begin += n;
         for (int64_t begin = 0; begin < n; begin += prompt_chunk_tokens()) {
             const int64_t end = std::min(begin + prompt_chunk_tokens(), n);
             const bool alone = options.batch_invariant && backend_device() != Device::CPU;
             if (used + end - begin > capacity || begin > 0 || alone) flush();
-            chunks.push_back({&p, begin, end, host});
+            chunks.push_back({&p, begin, end, prompt_losses_at});
             used += end - begin;
             finished_in_pass += end == n;
         }
@@ -749,12 +755,16 @@ void Engine::sample(int64_t B) {
     sample_tokens(sampled, logits_rows, options.sampled_vocab, sampling, sample_scratch, stream);
     if (step_classes & LOGPROBS)
         cross_entropy_forward(losses.rows(0, B), logits_rows, sampled, config.vocab_size, {}, stream);
-    if (step_classes & TOP_LOGPROBS) {
-        const Tensor top = top_ids.rows(0, B);
-        top_k(top_values.rows(0, B), top, logits_rows.columns(0, options.sampled_vocab), top_scratch, stream);
-        token_logprobs(top_out.rows(0, B), top, losses.rows(0, B), sampled, logits_rows, stream);
-    }
+    if (step_classes & TOP_LOGPROBS) find_top_tokens(logits_rows, sampled);
     advance(step_positions.rows(0, B), steps.rows(0, B), sampled, host_tokens, buffer_index, stream);
+}
+
+// Fills top_ids and top_out for rows of logits. `losses` are those of targets.
+void Engine::find_top_tokens(const Tensor& logits, const Tensor& targets) {
+    const int64_t B = logits.shape[0];
+    const Tensor top = top_ids.rows(0, B);
+    top_k(top_values.rows(0, B), top, logits.columns(0, options.sampled_vocab), top_scratch, stream);
+    token_logprobs(top_out.rows(0, B), top, losses.rows(0, B), targets, logits, stream);
 }
 
 void Engine::queue_results(int64_t B) {
@@ -886,14 +896,23 @@ void Engine::read_logprobs(const QueuedStep& q, size_t b) {
     if (step.top_logprobs.size() <= i) {
         step.top_logprobs.resize(i + 1);
         step.prompt_logprobs.resize(i + 1);
+        step.prompt_top_logprobs.resize(i + 1);
     }
     step.top_logprobs[i].clear();
     step.prompt_logprobs[i].clear();
+    step.prompt_top_logprobs[i].clear();
     for (size_t k = 0; k < size_t(q.num_top[b]); k++)
         step.top_logprobs[i].push_back({q.top_ids[b * K + k], q.top_logprobs[b * K + k]});
     if (q.prompt_losses.empty()) return;
-    const float* const from = static_cast<const float*>(prompt_results.get()) + q.prompt_losses[b].first;
-    for (int64_t j = 0; j < q.prompt_losses[b].second; j++) step.prompt_logprobs[i].push_back(-from[j]);
+    const auto [first, count] = q.prompt_losses[b];
+    const PromptResults from = prompt_results_at(first);
+    for (int64_t j = 0; j < count; j++) {
+        step.prompt_logprobs[i].push_back(-from.losses[j]);
+        for (int64_t k = 0; k < q.num_top[b]; k++) {
+            const int64_t at = j * options.top_logprobs + k;
+            step.prompt_top_logprobs[i].push_back({from.top_ids[at], from.top_logprobs[at]});
+        }
+    }
 }
 
 void Engine::grow(int64_t slot, int64_t by) {

@@ -68,7 +68,7 @@ struct Prompt {
     std::vector<int32_t> completion = {};  // tokens of the completion so far, for presence and frequency penalty
     bool logprobs = false;                 // fill Step::logprobs
     int64_t top_logprobs = 0;              // and Step::top_logprobs with so many tokens
-    bool prompt_logprobs = false;          // fill Step::prompt_logprobs
+    bool prompt_logprobs = false;          // fill Step::prompt_logprobs, and prompt_top_logprobs
 };
 
 struct TokenLogprob {
@@ -109,6 +109,7 @@ class Engine {
         // longer than slots.
         std::vector<std::vector<TokenLogprob>> top_logprobs;
         std::vector<std::vector<float>> prompt_logprobs;
+        std::vector<std::vector<TokenLogprob>> prompt_top_logprobs;  // Prompt::top_logprobs for each of these tokens
     };
 
     // Appends the prompts' tokens to their slots and queues a step that samples the token after each. decode() then
@@ -161,7 +162,7 @@ class Engine {
     struct PromptChunk {
         const Prompt* prompt;
         int64_t begin, end;
-        float* losses;  // of the prompt's tokens from the second one on, on the host; null: not asked for
+        int64_t losses;  // where prompt_results has those of the prompt's tokens from the second one on; -1: not asked
     };
     // A RingPass (infer/kv_cache.h) on the device.
     struct RingTensors {
@@ -185,6 +186,20 @@ class Engine {
         std::vector<bool> masked;                                // of each row
         std::vector<std::pair<int64_t, int64_t>> prompt_losses;  // of each row of a prefill: the first one, how many
     };
+
+    // What prompt_results holds of a pass's tokens, from a token on: losses, and top tokens of each.
+    struct PromptResults {
+        float* losses;
+        int32_t* top_ids;
+        float* top_logprobs;
+    };
+    PromptResults prompt_results_at(int64_t token) const {
+        const int64_t tokens_in_all = options.prompt_tokens, top = options.top_logprobs;
+        float* const first = static_cast<float*>(prompt_results.get());
+        float* const top_losses = first + tokens_in_all * (1 + top);
+        return {first + token, reinterpret_cast<int32_t*>(first + tokens_in_all) + token * top,
+                top_losses + token * top};
+    }
 
     void plan_memory();
     void fill_rope_table();
@@ -220,6 +235,7 @@ class Engine {
     DecodeModel decode_model() const;
     void compute_logits(Tensor hidden);
     void sample(int64_t B);
+    void find_top_tokens(const Tensor& logits, const Tensor& targets);
     void queue_results(int64_t B);
     void read_logprobs(const QueuedStep& q, size_t row);
     void decode_step(int64_t B, int64_t max_length);

@@ -415,10 +415,17 @@ TEST(Engine, TopAndPromptLogprobsMatchTheModel) {
     EXPECT_TRUE(s.prompt_logprobs[0].empty());
     EXPECT_TRUE(s.prompt_logprobs[2].empty());
     ASSERT_EQ(s.prompt_logprobs[1].size(), size_t(n - 1));
+    ASSERT_EQ(s.prompt_top_logprobs[1].size(), 3 * size_t(n - 1));
     for (const int64_t i : {int64_t(1), int64_t(2), int64_t(130), n - 141, n - 140, n - 139, n - 1}) {
-        if (i < 1) continue;
         const std::vector<double> p = logprobs(logits_after(driver, {tokens.begin(), tokens.begin() + i}));
         EXPECT_NEAR(double(s.prompt_logprobs[1][size_t(i - 1)]), p[size_t(tokens[size_t(i)])], 1e-3) << i;
+        std::vector<double> sorted = p;
+        std::sort(sorted.rbegin(), sorted.rend());
+        for (size_t k = 0; k < 3; k++) {
+            const TokenLogprob top = s.prompt_top_logprobs[1][size_t(i - 1) * 3 + k];
+            EXPECT_NEAR(double(top.logprob), p[size_t(top.token)], 1e-3) << i << " " << k;
+            EXPECT_NEAR(double(top.logprob), sorted[k], 1e-3) << i << " " << k;
+        }
     }
     for (int step = 0; step < 3; step++) {
         const std::vector<double> p = logprobs(g.engine.logits(1));
@@ -435,6 +442,7 @@ TEST(Engine, TopAndPromptLogprobsMatchTheModel) {
         g.engine.decode();
         s = g.engine.next();
         EXPECT_TRUE(s.prompt_logprobs[1].empty());
+        EXPECT_TRUE(s.prompt_top_logprobs[1].empty());
     }
 }
 
