@@ -206,8 +206,8 @@ struct HeadActs {
     Tensor update_workspace;           // bytes: Muon's updates and what Newton-Schulz needs
     Tensor sums, scalars;              // [ranks, NUM_STEP_SUMS] fp64; StepScalars
     Tensor micro_step;                 // its number in the run, for the rounding of gradients to bf16
-    Tensor sample_id, sample_key;      // [1] int32 the sampled token; [2] int64 keys of its random number:
-                                       // sequence and position
+    Tensor sample_id, sample_key;      // [1] int32 the sampled token; [2] int64 sequence and position, the keys of its
+    Tensor sample_row;                 // random number; [1, bytes] a SamplingRow
 };
 
 // A layer's activations for the first n tokens: a pass may have fewer tokens than were planned for.

@@ -472,8 +472,17 @@ void add_sampling_flags(CLI::App& app, SamplingFlags& o) {
                    "applied before --temperature; 1: off")
         ->check(number_in(1e-3, 1e3))
         ->capture_default_str();
+    app.add_option(
+           "--presence-penalty", o.presence_penalty,
+           "subtracted from the logits of tokens that the completion already has, after --repeat-penalty; 0: off")
+        ->check(number_in(-1e3, 1e3))
+        ->capture_default_str();
+    app.add_option("--frequency-penalty", o.frequency_penalty,
+                   "subtracted from a token's logit for each time that the completion already has it; 0: off")
+        ->check(number_in(-1e3, 1e3))
+        ->capture_default_str();
     app.add_option("--temperature", o.temperature,
-                   "divides the logits; 0: always take the most likely token, after --repeat-penalty")
+                   "divides the logits; 0: always take the most likely token, after the penalties")
         ->check(number_in(0.0, 1e6))
         ->capture_default_str();
     app.add_option("--top-k", o.top_k, "sample among the k most likely tokens; 0: among all")
@@ -664,8 +673,14 @@ void choose_training_dtype(ModelOptions& model, bool master_weights, const std::
 }
 
 SamplingOptions sampling_options(const SamplingFlags& o, const ModelSource& source, const Args& args) {
-    SamplingOptions out = {float(o.temperature), o.top_k,        o.seed,
-                           float(o.top_p),       float(o.min_p), float(o.repeat_penalty)};
+    SamplingOptions out = {float(o.temperature),
+                           o.top_k,
+                           o.seed,
+                           float(o.top_p),
+                           float(o.min_p),
+                           float(o.repeat_penalty),
+                           float(o.presence_penalty),
+                           float(o.frequency_penalty)};
     const auto is_given = [&](const std::string& option) { return is_typed(option, args); };
     const std::string note = take_declared_sampling(generation_config(source), is_given, out);
     if (!note.empty()) std::cerr << "train_gpt: " << note << "\n";

@@ -11,7 +11,7 @@
 
 // How tokens are sampled; kernels/generation/sampling.h has the order in which these are applied.
 struct SamplingFlags {
-    double temperature = 1, top_p = 1, min_p = 0, repeat_penalty = 1;
+    double temperature = 1, top_p = 1, min_p = 0, repeat_penalty = 1, presence_penalty = 0, frequency_penalty = 0;
     int64_t top_k = 0;
     uint64_t seed = 42;
 };

@@ -18,6 +18,7 @@ struct SampleOptions {
     SamplingFlags sampling;
     std::string prompt, prompt_file;
     int64_t max_tokens = 256, num_samples = 1, batch_size = 64;
+    int64_t top_logprobs = 0;
     int64_t context = 0;  // 0: the longest prompt with its completion, at most the rows of the position table
     std::vector<std::string> stop;
     ContextPolicy policy;
@@ -52,13 +53,18 @@ SampleOptions parse_sample(const Args& args) {
     app.add_option("--stop", o.stop, "end a completion before this string; may be given several times")
         ->allow_extra_args(false);
     app.add_flag("--ignore-eos", o.ignore_eos, "continue past the end-of-text token");
-    app.add_flag(
-        "--logprobs", o.logprobs,
-        "also print the log-probability of each token, before --repeat-penalty, --temperature and the filters");
+    app.add_flag("--logprobs", o.logprobs,
+                 "also print the log-probability of each token, before the penalties, --temperature and the filters");
+    auto* top_logprobs =
+        app.add_option("--top-logprobs", o.top_logprobs,
+                       "with --json: also print the N most likely tokens at each step with their log-probabilities; at "
+                       "most 20")
+            ->check(number_in(0, double(MAX_TOP_LOGPROBS)))
+            ->capture_default_str();
     app.add_flag("--batch-invariant", o.batch_invariant,
                  "on a GPU: a completion has the same bits whatever the rest of its batch is; slower");
     app.add_flag("--random-weights", o.random_weights, "use random weights, also with a preset: to measure speed");
-    app.add_flag("--json", o.json, "print one JSON object");
+    top_logprobs->needs(app.add_flag("--json", o.json, "print one JSON object"));
     parse(app, args);
     return o;
 }
@@ -101,7 +107,8 @@ void run_sample(const Args& args) {
     engine_options.sampling = sampling_options(o.sampling, source, args);
     engine_options.sampled_vocab = sampled_vocab(source.config, tokenizer.get());
     engine_options.batch_invariant = o.batch_invariant;
-    engine_options.logprobs = o.logprobs;
+    engine_options.logprobs = o.logprobs || o.top_logprobs > 0;
+    engine_options.top_logprobs = o.top_logprobs;
     LoadedEngine m(ctx, source, engine_options, o.random_weights);
 
     job.num_samples = o.num_samples;

@@ -97,6 +97,7 @@ enum Dims {
     DKV_SUMS,       // [AttentionSumRows::dkv, 2·NKV·HS]
     ONE,
     TWO,
+    SAMPLING_ROW,
     SCALAR_BYTES,  // of StepScalars
     SCRATCH_BYTES,
     FORWARD_SCRATCH_BYTES,
@@ -263,6 +264,7 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::forward_scratch, "forward_scratch", FORWARD_SCRATCH_BYTES, DType::U8, START, UPDATE, ALWAYS},
     {&HeadActs::sample_id, "sample_id", ONE, DType::I32, HEAD, HEAD, TRAIN},
     {&HeadActs::sample_key, "sample_key", TWO, DType::I64, HEAD, HEAD, TRAIN},
+    {&HeadActs::sample_row, "sample_row", SAMPLING_ROW, DType::U8, HEAD, HEAD, TRAIN},
     {&HeadActs::meanf, "meanf", N_1, FP32, HEAD, HEAD, TRAIN | LAYERNORM},
     {&HeadActs::rstdf, "rstdf", N_1, FP32, HEAD, HEAD, TRAIN},
     {&HeadActs::dnormf, "dnormf", N_C, MODEL, HEAD, HEAD, TRAIN},
@@ -344,7 +346,7 @@ int64_t scratch_bytes(const ModelConfig& c, const RunShape& shape) {
              ? qk_norm_all_heads_backward_scratch(N, c.heads * c.head_size, c.kv_heads * c.head_size, on)
              : 0,
          sum_squares_scratch(std::max(parameter_table(c, shape.world).total, shape.adapter_elements), on),
-         sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
+         sampling_scratch(1, c.vocab_size, sampling_row(TRAINING_SAMPLES, c.vocab_size).classes)});
 }
 
 int64_t widest_adapter(const RunShape& shape) {
@@ -410,6 +412,8 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
             return {gradient_sum_rows(c, shape).dq, c.heads * c.head_size};
         case DKV_SUMS:
             return {gradient_sum_rows(c, shape).dkv, 2 * c.kv_heads * c.head_size};
+        case SAMPLING_ROW:
+            return {1, int64_t(sizeof(SamplingRow))};
         case SCALAR_BYTES:
             return {int64_t(sizeof(StepScalars))};
         case ONE:

@@ -429,8 +429,14 @@ int32_t next_token(const Context& ctx, const Model& model, const Activations& ac
     copy_to_device(acts.sample_key.data, key.data(), sizeof key, ctx.stream);
     SamplingOptions sampling = TRAINING_SAMPLES;
     sampling.seed = seed;
-    sample_tokens(acts.sample_id, logits, vocab, acts.sample_key.rows(0, 1), acts.sample_key.rows(1, 2), sampling, {},
-                  acts.scratch, ctx.stream);
+    const SamplingRow row = sampling_row(sampling, vocab);
+    copy_to_device(acts.sample_row.data, &row, sizeof row, ctx.stream);
+    SamplingBatch batch;
+    batch.rows = acts.sample_row;
+    batch.sequences = acts.sample_key.rows(0, 1);
+    batch.steps = acts.sample_key.rows(1, 2);
+    batch.classes = row.classes;
+    sample_tokens(acts.sample_id, logits, vocab, batch, acts.scratch, ctx.stream);
     ctx.wait_for_stream("sampling");
     int32_t id;
     copy_to_host(&id, acts.sample_id.data, sizeof id, ctx.stream);

@@ -9,6 +9,8 @@
 #include "kernels/embedding.h"
 #include "kernels/generation/decode_attention.h"
 #include "kernels/generation/kv_write.h"
+#include "kernels/generation/token_logprobs.h"
+#include "kernels/generation/topk.h"
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
@@ -33,10 +35,20 @@ const char* unfused_model_option(const ModelConfig& c) {
                                            : nullptr;
 }
 
+// Bits of step_classes beside those of sampling_class: what a step computes after sampling.
+constexpr uint32_t LOGPROBS = 1 << 16, TOP_LOGPROBS = 1 << 17;
+constexpr uint32_t STEP_KERNELS = sampling_class::KERNELS | LOGPROBS | TOP_LOGPROBS;
+
 EngineOptions effective(EngineOptions o, const ModelConfig& config) {
     if (o.sampled_vocab == 0 || o.sampled_vocab > config.vocab_size) o.sampled_vocab = config.vocab_size;
+    o.sampling_classes |= sampling_row(o.sampling, o.sampled_vocab).classes;
+    o.top_logprobs = std::min(o.top_logprobs, o.sampled_vocab);
     if (o.prompt_tokens == 0) o.prompt_tokens = o.slots * o.context;
     return o;
+}
+
+int64_t bytes_of(const Tensor& t) {
+    return t ? t.bytes() : 0;
 }
 
 // Rounds the longest context up to a power of two, so that sequences of any length need few graphs.
@@ -77,7 +89,9 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
     require(config.positions != Positions::Learned || options.context <= config.max_positions, "a context of ",
             options.context, " tokens exceeds the model's position table of ", config.max_positions,
             " rows; use a shorter context");
-    if (options.sampling.repeat_penalty != 1)
+    require(options.top_logprobs >= 0 && options.top_logprobs <= MAX_TOP_LOGPROBS, "engine: top_logprobs is ",
+            options.top_logprobs, ", expected 0 to ", MAX_TOP_LOGPROBS);
+    if (options.sampling_classes & sampling_class::REPEAT)
         seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((options.sampled_vocab + 31) / 32), 0));
     plan_memory();
 }
@@ -94,7 +108,9 @@ void Engine::plan_memory() {
     const ModelConfig& c = config;
     const DType T = options.dtype;
     const int64_t B = options.slots, N = pass_tokens();
-    const int64_t attention = c.heads * c.head_size, words = (options.sampled_vocab + 31) / 32;
+    const int64_t attention = c.heads * c.head_size, V = options.sampled_vocab, words = (V + 31) / 32;
+    // Prompts' logprobs need a GEMM that is not much smaller than a pass.
+    const int64_t head_rows = options.prompt_logprobs ? std::max(B, std::min<int64_t>(N, 128)) : B;
     auto add = [&](Tensor* t, const char* name, DType dtype, const std::vector<int64_t>& shape, int64_t first,
                    int64_t last_use) { bindings.emplace_back(t, plan.add(name, dtype, shape, first, last_use)); };
     // The phases of a block; after all blocks the head and sampling.
@@ -131,7 +147,7 @@ void Engine::plan_memory() {
     const int64_t scratch_bytes =
         std::max({linear_scratch(N, c.channels, c.qkv_channels(), T), linear_scratch(N, attention, c.channels, T),
                   linear_scratch(N, c.channels, c.fc_channels(), T), linear_scratch(N, c.ffn, c.channels, T),
-                  linear_scratch(B, c.channels, c.padded_vocab(), T)});
+                  linear_scratch(head_rows, c.channels, c.padded_vocab(), T)});
     keep(&scratch, "scratch", DType::U8, {scratch_bytes});
     const int64_t attention_bytes =
         std::max(attention_forward_scratch(), has_linear ? linear_attention_forward_scratch(linear) : 0);
@@ -141,17 +157,29 @@ void Engine::plan_memory() {
     if (fused_step_max_batch > 0) keep(&step_scratch, "step_scratch", DType::U8, {decode_step_scratch(decode_model())});
     keep(&last, "last", T, {B, c.channels});
     keep(&last_rows, "last_rows", DType::I32, {B});
-    keep(&logits_out, "logits", T, {B, c.padded_vocab()});
-    keep(&losses, "losses", DType::F32, {B});
+    keep(&logits_out, "logits", T, {head_rows, c.padded_vocab()});
+    keep(&losses, "losses", DType::F32, {head_rows});
     keep(&ids, "ids", DType::I32, {B});
     keep(&buffer_index, "buffer_index", DType::I32, {1});
     keep(&slot_ids, "slots", DType::I32, {B});
     keep(&step_positions, "step_positions", DType::I32, {B});
     keep(&sequences, "sequences", DType::I64, {B});
     keep(&steps, "steps", DType::I64, {B});
-    if (!seen_bits.empty()) keep(&seen, "seen", DType::I32, {B, words});
-    add(&sample_scratch, "sample_scratch", DType::U8, {sampling_scratch(B, options.sampled_vocab, options.sampling)},
-        SAMPLE, SAMPLE);
+    keep(&sampling_rows, "sampling_rows", DType::U8, {B, int64_t(sizeof(SamplingRow))});
+    const uint32_t classes = options.sampling_classes;
+    if (classes & sampling_class::REPEAT) keep(&seen, "seen", DType::I32, {B, words});
+    if (classes & sampling_class::COUNTS) keep(&counts, "counts", DType::I32, {B, V});
+    if (classes & sampling_class::MASK) keep(&masks, "masks", DType::I32, {B, words});
+    add(&sample_scratch, "sample_scratch", DType::U8, {sampling_scratch(B, V, classes)}, SAMPLE, SAMPLE);
+    if (const int64_t k = options.top_logprobs) {
+        int64_t bytes = 0;  // a smaller batch may need more
+        for (int64_t b = 1; b <= head_rows; b++) bytes = std::max(bytes, top_k_scratch(b, V, k));
+        add(&top_scratch, "top_scratch", DType::U8, {bytes}, SAMPLE, SAMPLE);
+        add(&top_values, "top_values", T, {head_rows, k}, SAMPLE, SAMPLE);
+        keep(&top_ids, "top_ids", DType::I32, {head_rows, k});
+        keep(&top_out, "top_logprobs", DType::F32, {head_rows, k});
+    }
+    if (options.prompt_logprobs) keep(&prompt_targets, "prompt_targets", DType::I32, {N});
     plan.assign_offsets();
 }
 
@@ -167,14 +195,21 @@ void Engine::allocate(const InferenceWeights& model_weights) {
     const int64_t N = tokens.shape[0], B = options.slots;
     staging = std::make_unique<Staging>(cache.table_bytes() + ((2 + cache.num_groups()) * N + 10 * B + 9) * 4 +
                                             (dynamic_rope ? table.bytes() : 0) + B * (6 * 4 + 2 * 8) +
-                                            (seen ? seen.bytes() : 0),
+                                            sampling_rows.bytes() + bytes_of(seen) + bytes_of(masks) +
+                                            bytes_of(prompt_targets),
                                         4);
-    results = HostMemory(host_alloc(size_t(B) * 16), host_free);
-    const Tensor result_rows = make_tensor(results.get(), DType::I32, Device::CPU, {2, 2 * B});
+    const int64_t top = B * options.top_logprobs, result_row = 2 * B + 2 * top;
+    results = HostMemory(host_alloc(size_t(result_row) * 8), host_free);
+    if (options.prompt_logprobs)
+        prompt_results =
+            HostMemory(host_alloc(size_t(options.prompt_tokens * (1 + 2 * options.top_logprobs)) * 4), host_free);
+    const Tensor result_rows = make_tensor(results.get(), DType::I32, Device::CPU, {2, result_row});
     host_tokens = result_rows.columns(0, B);
     for (int i = 0; i < 2; i++) {
         queue[i].tokens = result_rows.as<int32_t>() + i * result_rows.stride[0];
         queue[i].losses = reinterpret_cast<float*>(queue[i].tokens + B);
+        queue[i].top_ids = queue[i].tokens + 2 * B;
+        queue[i].top_logprobs = reinterpret_cast<float*>(queue[i].top_ids + top);
     }
     device_fill(decode_scratch.data, 0, size_t(decode_scratch.bytes()), stream);
     if (fused_step_max_batch > 0) {
@@ -229,6 +264,11 @@ void Engine::prepare_graphs() {
     if (!graphs_replay()) return;
     for (const Tensor& t : {step_positions, slot_ids}) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
     for (const Tensor& t : {ids, sequences, steps, buffer_index}) device_fill(t.data, 0, size_t(t.bytes()), stream);
+    std::vector<SamplingRow> sampling;
+    for (int64_t b = 0; b < B; b++) sampling.push_back(sampling_row(options.sampling, options.sampled_vocab, b));
+    copy_to_device(sampling_rows.data, sampling.data(), size_t(sampling_rows.bytes()), stream);
+    synchronize(stream);  // `sampling` is a local variable
+    step_classes = sampling[0].classes | (options.logprobs ? LOGPROBS : 0u);
     if (!options.batch_invariant && B > LINEAR_SMALL_N) {
         matmul_tuning(true, stream);
         decode_step(B, bucket(1, options.context));
@@ -236,7 +276,7 @@ void Engine::prepare_graphs() {
     }
     for (int64_t length = 0; length < options.context;) {
         length = bucket(length + 1, options.context);
-        graphs[{B, length}].run(stream, [&] { decode_step(B, length); });
+        graphs[{B, length, step_classes & STEP_KERNELS}].run(stream, [&] { decode_step(B, length); });
     }
 }
 
@@ -426,11 +466,67 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
                           c.attention_scale(), attention_scratch, stream);
     });
     for (const PromptChunk& p : chunks) cache.forget(p.prompt->slot, length(p.prompt->slot));
+    score_prompts(chunks, hidden);
     const int64_t done = int64_t(finished.size());
     if (done > 0) {  // an embedding look-up gathers the rows
         embedding_forward(last.rows(first_finished, first_finished + done), finished_rows, finished_rows, hidden, {},
                           stream);
     }
+}
+
+// Computes the logprobs of the pass's tokens for prompts that ask for them, in chunks of rows that fit `logits_out`.
+void Engine::score_prompts(const std::vector<PromptChunk>& chunks, const Tensor& hidden) {
+    if (std::all_of(chunks.begin(), chunks.end(), [](const PromptChunk& p) { return p.losses < 0; })) return;
+    std::vector<int32_t> next_tokens;
+    for (const PromptChunk& p : chunks) {
+        const std::vector<int32_t>& of_prompt = p.prompt->tokens;
+        for (int64_t i = p.begin + 1; i <= p.end; i++)
+            next_tokens.push_back(i < int64_t(of_prompt.size()) ? of_prompt[size_t(i)] : IGNORE_TARGET);
+    }
+    staging->put(prompt_targets.data, next_tokens.data(), int64_t(next_tokens.size() * sizeof(int32_t)), stream);
+    const int64_t most = logits_out.shape[0];
+    int64_t row = 0;
+    for (const PromptChunk& p : chunks) {
+        const int64_t n = p.end - p.begin;
+        for (int64_t i = 0; p.losses >= 0 && i < n; i += most) {
+            const int64_t m = std::min(most, n - i);
+            const Tensor chunk_logits = logits_out.rows(0, m), chunk_losses = losses.rows(0, m),
+                         targets = prompt_targets.rows(row + i, row + i + m);
+            compute_logits(hidden.rows(row + i, row + i + m));
+            softcap_forward(chunk_logits, config.logit_softcap, stream);
+            cross_entropy_forward(chunk_losses, chunk_logits, targets, config.vocab_size, {}, stream);
+            const PromptResults to = prompt_results_at(p.losses + p.begin + i);
+            copy_to_host_async(to.losses, chunk_losses.data, size_t(chunk_losses.bytes()), stream);
+            if (p.prompt->top_logprobs == 0) continue;
+            find_top_tokens(chunk_logits, targets);
+            copy_to_host_async(to.top_ids, top_ids.data, size_t(top_ids.rows(0, m).bytes()), stream);
+            copy_to_host_async(to.top_logprobs, top_out.data, size_t(top_out.rows(0, m).bytes()), stream);
+        }
+        row += n;
+    }
+}
+
+// Throws Error for a prompt that asks for what the engine was not planned for.
+void Engine::check_prompt(const Prompt& p) const {
+    using namespace sampling_class;
+    const uint32_t missing = row_of(p).classes & ~options.sampling_classes;
+    require(missing == 0, "engine: slot ", p.slot, " asks for ",
+            missing & MASK     ? "a mask"
+            : missing & COUNTS ? "a presence or frequency penalty"
+            : missing & REPEAT ? "a repeat penalty"
+                               : "other filters",
+            "; name it in EngineOptions::sampling_classes");
+    require(p.top_logprobs >= 0 && p.top_logprobs <= options.top_logprobs, "engine: slot ", p.slot, " asks for ",
+            p.top_logprobs, " top logprobs; EngineOptions::top_logprobs is ", options.top_logprobs);
+    require(!p.prompt_logprobs || options.prompt_logprobs, "engine: slot ", p.slot,
+            " asks for its prompt's logprobs; set EngineOptions::prompt_logprobs");
+    if (p.mask.empty()) return;
+    const int64_t words = (options.sampled_vocab + 31) / 32, rest = options.sampled_vocab % 32;
+    require(int64_t(p.mask.size()) == words, "engine: the mask of slot ", p.slot, " has ", p.mask.size(),
+            " words, expected ", words);
+    const uint32_t last_word = uint32_t(p.mask.back()) & (rest ? (1u << rest) - 1 : ~0u);
+    require(last_word || std::any_of(p.mask.begin(), p.mask.end() - 1, [](int32_t word) { return word != 0; }),
+            "engine: the mask of slot ", p.slot, " allows no token");
 }
 
 void Engine::prefill(const std::vector<Prompt>& prompts) {
@@ -450,6 +546,7 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
             require(id >= 0 && id < config.vocab_size, "token ", id, " is beyond the model's vocabulary of ",
                     config.vocab_size, " tokens");
         }
+        check_prompt(p);
         total += n;
     }
     require(total <= options.prompt_tokens, "engine: the prompts have ", total,
@@ -465,7 +562,8 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
     }
     batch.clear();
     for (const Prompt& p : prompts) {
-        batch.push_back({p.slot, p.sequence, p.step, -1, false});
+        const bool logprobs = p.logprobs || p.top_logprobs > 0 || options.logprobs;
+        batch.push_back({p.slot, p.sequence, p.step, -1, false, row_of(p), logprobs, p.top_logprobs});
         for (const int32_t id : p.tokens)
             if (!seen_bits.empty()) set_bit(seen_bits[size_t(p.slot)], id);
     }
@@ -473,7 +571,8 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
     // The chunks of a prompt do not depend on the other prompts. A pass holds at most one chunk of a prompt.
     const int64_t capacity = tokens.shape[0];
     std::vector<PromptChunk> chunks;
-    int64_t used = 0, finished = 0, finished_in_pass = 0;
+    int64_t used = 0, finished = 0, finished_in_pass = 0, losses_begin = 0;
+    std::vector<std::pair<int64_t, int64_t>> prompt_losses;
     const auto flush = [&] {
         if (!chunks.empty()) prefill_pass(chunks, finished);
         finished += finished_in_pass;
@@ -482,20 +581,25 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
     };
     for (const Prompt& p : prompts) {
         const int64_t n = int64_t(p.tokens.size());
+        prompt_losses.emplace_back(losses_begin, p.prompt_logprobs ? n - 1 : 0);
+        const int64_t prompt_losses_at = p.prompt_logprobs ? losses_begin : -1;
+        losses_begin += n;
         for (int64_t begin = 0; begin < n; begin += prompt_chunk_tokens()) {
             const int64_t end = std::min(begin + prompt_chunk_tokens(), n);
             const bool alone = options.batch_invariant && backend_device() != Device::CPU;
             if (used + end - begin > capacity || begin > 0 || alone) flush();
-            chunks.push_back({&p, begin, end});
+            chunks.push_back({&p, begin, end, prompt_losses_at});
             used += end - begin;
             finished_in_pass += end == n;
         }
     }
     flush();
     upload_batch(false);
+    upload_slots(prompts);
     compute_logits(last.rows(0, int64_t(batch.size())));
     sample(int64_t(batch.size()));
     queue_results(int64_t(batch.size()));
+    queue[(steps_queued - 1) % 2].prompt_losses = prompt_losses;
     batch_changed = !continued.empty();
     batch.insert(batch.begin(), continued.begin(), continued.end());
 }
@@ -504,19 +608,18 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
 void Engine::upload_batch(bool with_tokens) {
     std::vector<int32_t> slot, position, token;
     std::vector<int64_t> id, next;
+    std::vector<SamplingRow> sampling;
     staging->next();
-    for (size_t b = 0; b < batch.size(); b++) {
-        const Sequence& s = batch[b];
+    step_classes = 0;
+    for (const Sequence& s : batch) {
         slot.push_back(static_cast<int32_t>(s.slot));
         // After a prefill, sampling is followed by advance(), which adds one.
         position.push_back(static_cast<int32_t>(length(s.slot) - (with_tokens ? 0 : 1)));
         token.push_back(s.token);
         id.push_back(s.id);
         next.push_back(s.step);
-        if (seen) {
-            const Tensor bits = seen.rows(int64_t(b), int64_t(b) + 1);
-            staging->put(bits.data, seen_bits[size_t(s.slot)].data(), bits.bytes(), stream);
-        }
+        sampling.push_back(s.sampling);
+        step_classes |= s.sampling.classes | (s.logprobs ? LOGPROBS : 0u) | (s.top_logprobs ? TOP_LOGPROBS : 0u);
     }
     const auto put = [&](const Tensor& t, const auto& host) {
         staging->put(t.data, host.data(), int64_t(host.size() * sizeof(host[0])), stream);
@@ -525,7 +628,28 @@ void Engine::upload_batch(bool with_tokens) {
     put(step_positions, position);
     put(sequences, id);
     put(steps, next);
+    put(sampling_rows, sampling);
     if (with_tokens) put(ids, token);
+}
+
+// Uploads what sampling reads of a prompt's slot. The steps that follow keep it up to date on the device.
+void Engine::upload_slots(const std::vector<Prompt>& prompts) {
+    for (const Prompt& p : prompts) {
+        const auto row = [&](const Tensor& t) { return t.rows(p.slot, p.slot + 1); };
+        const auto put = [&](const Tensor& t, const std::vector<int32_t>& bits) {
+            staging->put(row(t).data, bits.data(), row(t).bytes(), stream);
+        };
+        if (seen) put(seen, seen_bits[size_t(p.slot)]);
+        if (!p.mask.empty()) put(masks, p.mask);
+        if (!counts) continue;
+        device_fill(row(counts).data, 0, size_t(row(counts).bytes()), stream);
+        if (p.completion.empty()) continue;
+        std::vector<int32_t> count(size_t(options.sampled_vocab), 0);
+        for (const int32_t id : p.completion)
+            if (id < options.sampled_vocab) count[size_t(id)]++;
+        copy_to_device(row(counts).data, count.data(), size_t(row(counts).bytes()), stream);
+        synchronize(stream);  // `count` is a local variable
+    }
 }
 
 DecodeModel Engine::decode_model() const {
@@ -563,19 +687,40 @@ void Engine::compute_logits(Tensor hidden) {
 void Engine::sample(int64_t B) {
     const Tensor logits_rows = logits_out.rows(0, B), sampled = ids.rows(0, B);
     softcap_forward(logits_rows, config.logit_softcap, stream);
-    sample_tokens(sampled, logits_rows, options.sampled_vocab, sequences.rows(0, B), steps.rows(0, B), options.sampling,
-                  seen ? seen.rows(0, B) : seen, sample_scratch, stream);
-    if (options.logprobs) cross_entropy_forward(losses.rows(0, B), logits_rows, sampled, config.vocab_size, {}, stream);
+    const SamplingBatch sampling{
+        sampling_rows.rows(0, B), sequences.rows(0, B), steps.rows(0, B), step_classes, seen, counts, masks};
+    sample_tokens(sampled, logits_rows, options.sampled_vocab, sampling, sample_scratch, stream);
+    if (step_classes & LOGPROBS)
+        cross_entropy_forward(losses.rows(0, B), logits_rows, sampled, config.vocab_size, {}, stream);
+    if (step_classes & TOP_LOGPROBS) find_top_tokens(logits_rows, sampled);
     advance(step_positions.rows(0, B), steps.rows(0, B), sampled, host_tokens, buffer_index, stream);
+}
+
+// Fills top_ids and top_out for rows of logits. `losses` are those of targets.
+void Engine::find_top_tokens(const Tensor& logits, const Tensor& targets) {
+    const int64_t B = logits.shape[0];
+    const Tensor top = top_ids.rows(0, B);
+    top_k(top_values.rows(0, B), top, logits.columns(0, options.sampled_vocab), top_scratch, stream);
+    token_logprobs(top_out.rows(0, B), top, losses.rows(0, B), targets, logits, stream);
 }
 
 void Engine::queue_results(int64_t B) {
     QueuedStep& q = queue[steps_queued % 2];
-    if (options.logprobs) copy_to_host_async(q.losses, losses.data, size_t(B) * sizeof(float), stream);
+    q.has_losses = step_classes & LOGPROBS;
+    if (q.has_losses) copy_to_host_async(q.losses, losses.data, size_t(B) * sizeof(float), stream);
+    if (step_classes & TOP_LOGPROBS) {
+        copy_to_host_async(q.top_ids, top_ids.data, size_t(top_ids.rows(0, B).bytes()), stream);
+        copy_to_host_async(q.top_logprobs, top_out.data, size_t(top_out.rows(0, B).bytes()), stream);
+    }
     q.done.record(stream);
     q.slots.clear();
+    q.num_top.clear();
+    q.masked.clear();
+    q.prompt_losses.clear();
     for (Sequence& s : batch) {
         q.slots.push_back(s.retired ? -1 : s.slot);
+        q.num_top.push_back(s.top_logprobs);
+        q.masked.push_back(s.sampling.classes & sampling_class::MASK);
         s.step++;
     }
     steps_queued++;
@@ -673,7 +818,7 @@ void Engine::decode() {
     cache.upload_tables(*staging, stream);
     upload_angles(token_positions, sequence_lengths);
     const int64_t B = int64_t(batch.size()), max_length = bucket(most_tokens, options.context);
-    graphs[{B, max_length}].run(stream, [&] { decode_step(B, max_length); });
+    graphs[{B, max_length, step_classes & STEP_KERNELS}].run(stream, [&] { decode_step(B, max_length); });
     queue_results(B);
 }
 
@@ -686,15 +831,42 @@ const Engine::Step& Engine::next() {
     step.logprobs.clear();
     for (size_t b = 0; b < q.slots.size(); b++) {
         if (q.slots[b] < 0) continue;
-        require(q.tokens[b] >= 0, "the model's logits are not finite; use a wider --dtype, or check the weights");
+        require(q.tokens[b] >= 0, "the model's logits are not finite; use a wider --dtype, or check the weights",
+                q.masked[b] ? "; the mask of this sequence may allow only tokens of probability 0" : "");
         step.slots.push_back(q.slots[b]);
         step.tokens.push_back(q.tokens[b]);
-        if (options.logprobs) step.logprobs.push_back(-q.losses[b]);
+        if (q.has_losses) step.logprobs.push_back(-q.losses[b]);
+        read_logprobs(q, b);
         if (!seen_bits.empty()) set_bit(seen_bits[size_t(q.slots[b])], q.tokens[b]);
         for (Sequence& s : batch)
             if (s.slot == q.slots[b]) s.token = q.tokens[b];
     }
     return step;
+}
+
+// Reads what row b of a queued step asks for, of the sequence that was added to `step` last.
+void Engine::read_logprobs(const QueuedStep& q, size_t b) {
+    const size_t i = step.slots.size() - 1, K = size_t(options.top_logprobs);
+    if (step.top_logprobs.size() <= i) {
+        step.top_logprobs.resize(i + 1);
+        step.prompt_logprobs.resize(i + 1);
+        step.prompt_top_logprobs.resize(i + 1);
+    }
+    step.top_logprobs[i].clear();
+    step.prompt_logprobs[i].clear();
+    step.prompt_top_logprobs[i].clear();
+    for (size_t k = 0; k < size_t(q.num_top[b]); k++)
+        step.top_logprobs[i].push_back({q.top_ids[b * K + k], q.top_logprobs[b * K + k]});
+    if (q.prompt_losses.empty()) return;
+    const auto [first, count] = q.prompt_losses[b];
+    const PromptResults from = prompt_results_at(first);
+    for (int64_t j = 0; j < count; j++) {
+        step.prompt_logprobs[i].push_back(-from.losses[j]);
+        for (int64_t k = 0; k < q.num_top[b]; k++) {
+            const int64_t at = j * options.top_logprobs + k;
+            step.prompt_top_logprobs[i].push_back({from.top_ids[at], from.top_logprobs[at]});
+        }
+    }
 }
 
 void Engine::grow(int64_t slot, int64_t by) {

@@ -20,12 +20,17 @@
 // for the host. For small batches, where the GPU supports it, one persistent kernel computes everything from the tokens
 // to the logits: the fused decode step (kernels/generation/decode_step.h).
 //
+// Each prompt has sampling options of its own. They are in device memory, so that one graph serves any options; there
+// is a graph for each set of kernels that the sequences of a batch need together.
+//
 // The tokens that a sequence samples depend on (seed, sequence id, step) and its logits. On the CPU these logits have
 // the same bits whatever the rest of the batch is. On a GPU they do with options.batch_invariant.
 #pragma once
 
+#include <array>
 #include <map>
 #include <memory>
+#include <optional>
 
 #include "infer/kv_cache.h"
 #include "infer/state_cache.h"
@@ -41,11 +46,17 @@ struct EngineOptions {
     int64_t prompt_tokens = 0;  // largest sum of the prompt lengths of one prefill(); 0: slots·context
     int64_t cache_pages = 0;    // pages of the KV cache (infer/kv_cache.h); 0: enough for all slots at full length
     DType dtype = DType::F32;   // of weights, activations and cache
-    SamplingOptions sampling;
+    SamplingOptions sampling;   // of prompts without options of their own
+    // What prompts may ask for; memory is planned for no more.
+    uint32_t sampling_classes = 0;  // bits of sampling_class, beside those that `sampling` needs
+    int64_t top_logprobs = 0;       // at most MAX_TOP_LOGPROBS
+    bool prompt_logprobs = false;
     int64_t sampled_vocab = 0;  // only ids below this are sampled (infer/prompts.h); 0: the model's whole vocabulary
     bool batch_invariant = false;
-    bool logprobs = false;  // fill Step::logprobs
+    bool logprobs = false;  // fill Step::logprobs for all prompts
 };
+
+constexpr int64_t MAX_TOP_LOGPROBS = 20;
 
 // New tokens of a sequence. (sequence, step) keys the random number that samples the token after them
 // (kernels/generation/sampling.h).
@@ -53,6 +64,17 @@ struct Prompt {
     int64_t slot = 0;
     std::vector<int32_t> tokens;
     int64_t sequence = 0, step = 0;
+    std::optional<SamplingOptions> sampling = {};  // none: those of EngineOptions
+    std::vector<int32_t> mask = {};                // bit v%32 of word v/32: token v may be sampled; empty: all may
+    std::vector<int32_t> completion = {};  // tokens of the completion so far, for presence and frequency penalty
+    bool logprobs = false;                 // fill Step::logprobs
+    int64_t top_logprobs = 0;              // and Step::top_logprobs with so many tokens
+    bool prompt_logprobs = false;          // fill Step::prompt_logprobs, and prompt_top_logprobs
+};
+
+struct TokenLogprob {
+    int32_t token;
+    float logprob;
 };
 
 class Engine {
@@ -82,14 +104,21 @@ class Engine {
         std::vector<int64_t> slots;
         std::vector<int32_t> tokens;
         std::vector<float> logprobs;  // natural logarithm of the token's probability before penalty, temperature and
-                                      // filters; empty without options.logprobs
+                                      // filters; empty where no sequence asks for it
+        // By sequence, where it asks for them: the most likely tokens, the first one first, and in the step of a
+        // prefill the logprobs of the prompt's tokens from its second one on, each given the tokens before it. May be
+        // longer than slots.
+        std::vector<std::vector<TokenLogprob>> top_logprobs;
+        std::vector<std::vector<float>> prompt_logprobs;
+        std::vector<std::vector<TokenLogprob>> prompt_top_logprobs;  // Prompt::top_logprobs for each of these tokens
     };
 
     // Appends the prompts' tokens to their slots and queues a step that samples the token after each. decode() then
     // continues these sequences and all earlier ones that were not retired. Every queued step must have been read.
     // Throws Error for a slot that is given twice or is still generating, a prompt without tokens, a token outside the
-    // vocabulary, a sequence that exceeds the context, more tokens in all than options.prompt_tokens, or prompts that
-    // the cache has too few free pages for (has_room()).
+    // vocabulary, a sequence that exceeds the context, more tokens in all than options.prompt_tokens, a mask that
+    // allows no token, what the engine was not planned for, or prompts that the cache has too few free pages for
+    // (has_room()).
     void prefill(const std::vector<Prompt>& prompts);
     // Queues a step: each sequence's sampled token joins its context, and the next token is sampled. Call it only when
     // ready().
@@ -131,11 +160,15 @@ class Engine {
         int64_t slot, id, step;  // (id, step) keys the next sampled token
         int32_t token;           // the last one read
         bool retired;
+        SamplingRow sampling;
+        bool logprobs;
+        int64_t top_logprobs;
     };
     // Tokens [begin, end) of a prompt.
     struct PromptChunk {
         const Prompt* prompt;
         int64_t begin, end;
+        int64_t losses;  // where prompt_results has those of the prompt's tokens from the second one on; -1: not asked
     };
     // A step that is queued, with the host memory that receives its results.
     struct QueuedStep {
@@ -143,7 +176,27 @@ class Engine {
         Event done;
         int32_t* tokens = nullptr;
         float* losses = nullptr;
+        int32_t* top_ids = nullptr;
+        float* top_logprobs = nullptr;
+        bool has_losses = false;
+        std::vector<int64_t> num_top;                            // of each row: most likely tokens that it asks for
+        std::vector<bool> masked;                                // of each row
+        std::vector<std::pair<int64_t, int64_t>> prompt_losses;  // of each row of a prefill: the first one, how many
     };
+
+    // What prompt_results holds of a pass's tokens, from a token on: losses, and top tokens of each.
+    struct PromptResults {
+        float* losses;
+        int32_t* top_ids;
+        float* top_logprobs;
+    };
+    PromptResults prompt_results_at(int64_t token) const {
+        const int64_t tokens_in_all = options.prompt_tokens, top = options.top_logprobs;
+        float* const first = static_cast<float*>(prompt_results.get());
+        float* const top_losses = first + tokens_in_all * (1 + top);
+        return {first + token, reinterpret_cast<int32_t*>(first + tokens_in_all) + token * top,
+                top_losses + token * top};
+    }
 
     int64_t pass_tokens() const;
     void plan_memory();
@@ -167,12 +220,20 @@ class Engine {
     }
     Tensor angle_rows(int64_t N) const { return (dynamic_rope ? iota : positions).rows(0, N); }
     void upload_angles(const std::vector<int32_t>& token_positions, const std::vector<int64_t>& sequence_lengths);
+    SamplingRow row_of(const Prompt& p) const {
+        return sampling_row(p.sampling.value_or(options.sampling), options.sampled_vocab, p.slot, !p.mask.empty());
+    }
+    void check_prompt(const Prompt& prompt) const;
     void upload_batch(bool with_tokens);
+    void upload_slots(const std::vector<Prompt>& prompts);
+    void score_prompts(const std::vector<PromptChunk>& chunks, const Tensor& hidden);
     void compact_batch();
     DecodeModel decode_model() const;
     void compute_logits(Tensor hidden);
     void sample(int64_t B);
+    void find_top_tokens(const Tensor& logits, const Tensor& targets);
     void queue_results(int64_t B);
+    void read_logprobs(const QueuedStep& q, size_t row);
     void decode_step(int64_t B, int64_t max_length);
 
     const Stream stream;
@@ -201,17 +262,23 @@ class Engine {
     Tensor last, last_rows;                // [B, C] the head's input; [B] int32 the rows of x that it comes from
     Tensor logits_out, losses;             // [B, Vp], [B] fp32
     Tensor ids, slot_ids, step_positions;  // [B] int32
-    Tensor sequences, steps, seen;         // [B] int64, [B] int64, [B, ⌈sampled_vocab/32⌉] int32
+    Tensor sequences, steps, seen;         // [B] int64, [B] int64, by slot [⌈sampled_vocab/32⌉] int32
     Tensor host_tokens, buffer_index;      // [2, B] int32 on the host: the sampled tokens, in alternate rows; [1] int32
     Tensor sample_scratch;                 // bytes
+    // What sampling reads beside them (kernels/generation/sampling.h), and what logprobs need.
+    Tensor sampling_rows, counts, masks;               // [B] SamplingRow; by slot
+    Tensor top_values, top_ids, top_out, top_scratch;  // [B, top_logprobs] T, int32, fp32; bytes
+    Tensor prompt_targets;                             // [N] int32: the token after each; IGNORE_TARGET at an end
 
-    std::vector<Sequence> batch;                          // the rows of a step
-    bool batch_changed = false;                           // the rows on the device are not those of batch
-    std::vector<int64_t> lengths;                         // by slot
-    std::vector<std::vector<int32_t>> seen_bits;          // by slot: a bit for each token; empty without a penalty
-    std::map<std::pair<int64_t, int64_t>, Graph> graphs;  // by batch size and longest context
+    std::vector<Sequence> batch;                  // the rows of a step
+    bool batch_changed = false;                   // the rows on the device are not those of batch
+    std::vector<int64_t> lengths;                 // by slot
+    std::vector<std::vector<int32_t>> seen_bits;  // by slot: a bit for each token; empty without a penalty
+    // What the sampling of the batch needs; graphs by batch size, longest context and the kernels of step_classes.
+    uint32_t step_classes = 0;
+    std::map<std::array<int64_t, 3>, Graph> graphs;
 
-    HostMemory results{nullptr, host_free};
+    HostMemory results{nullptr, host_free}, prompt_results{nullptr, host_free};
     QueuedStep queue[2];
     int64_t steps_queued = 0, steps_read = 0;
     Step step;

@@ -24,13 +24,14 @@ void Completion::end(const char* why) {
     show_up_to(shown_text.size());
 }
 
-bool Completion::add(int32_t token, float logprob) {
+bool Completion::add(int32_t token, float logprob, const std::vector<TokenLogprob>& top) {
     if (std::find(options.eos.begin(), options.eos.end(), token) != options.eos.end()) {
         end("eos");
         return true;
     }
     ids.push_back(token);
     probabilities.push_back(logprob);
+    most_likely.push_back(top);
     if (stream) shown_text += stream->put(token);
     size_t stop = std::string::npos, safe = shown_text.size();
     for (const std::string& s : options.stop) {
@@ -133,8 +134,7 @@ class Generator {
                 } else {
                     engine.truncate(int64_t(slot));
                     r->context = slid(r->context, engine.options.context, policy);
-                    prompts.push_back(
-                        {int64_t(slot), r->context, r->sequence, int64_t(r->completion->tokens().size())});
+                    prompts.push_back(prompt_of(*r, int64_t(slot), r->context));
                 }
             }
         }
@@ -163,7 +163,19 @@ class Generator {
             cached = 0;
         }
         const int64_t kept = engine.truncate(slot, std::max<int64_t>(cached, 0));
-        return {slot, {r.context.begin() + kept, r.context.end()}, r.sequence, 0};
+        return prompt_of(r, slot, {r.context.begin() + kept, r.context.end()});
+    }
+
+    // The next tokens of a request that has generated its completion so far.
+    static Prompt prompt_of(const Request& r, int64_t slot, std::vector<int32_t> tokens) {
+        Prompt p;
+        p.slot = slot;
+        p.tokens = std::move(tokens);
+        p.sequence = r.sequence;
+        p.completion = r.completion->tokens();
+        p.step = int64_t(p.completion.size());
+        p.top_logprobs = r.top_logprobs;
+        return p;
     }
 
     void queue_step() {
@@ -182,7 +194,8 @@ class Generator {
             if (!r) continue;  // it ended while this step was queued
             stats.decode_tokens += decoding;
             const size_t before = r->completion->tokens().size();
-            const bool ended = r->completion->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i]);
+            const bool ended =
+                r->completion->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i], s.top_logprobs[i]);
             const bool appended = r->completion->tokens().size() > before;
             stats.completion_tokens += appended;
             if (appended) r->context.push_back(s.tokens[i]);

@@ -28,14 +28,16 @@ class Completion {
                std::function<void(std::string_view)> show = {});
 
     // Adds a token. Returns whether it ends the completion. A token of `eos` is not part of it.
-    bool add(int32_t token, float logprob = 0);
+    bool add(int32_t token, float logprob = 0, const std::vector<TokenLogprob>& top = {});
     // Ends the completion for another reason: "context" or "interrupted".
     void end(const char* reason);
 
     const std::vector<int32_t>& tokens() const { return ids; }
     const std::vector<float>& logprobs() const { return probabilities; }  // of tokens
-    const std::string& text() const { return shown_text; }                // cut before a stop string
-    const char* finish() const { return reason; }  // "length", "eos", "stop", …; null until it ends
+    // The most likely tokens where each token was sampled; empty where they were not asked for.
+    const std::vector<std::vector<TokenLogprob>>& top_logprobs() const { return most_likely; }
+    const std::string& text() const { return shown_text; }  // cut before a stop string
+    const char* finish() const { return reason; }           // "length", "eos", "stop", …; null until it ends
 
   private:
     void show_up_to(size_t end);
@@ -45,6 +47,7 @@ class Completion {
     std::function<void(std::string_view)> show;
     std::vector<int32_t> ids;
     std::vector<float> probabilities;
+    std::vector<std::vector<TokenLogprob>> most_likely;
     std::string shown_text;
     size_t shown = 0;
     const char* reason = nullptr;
@@ -72,6 +75,7 @@ struct Request {
     std::vector<int32_t> context;  // the tokens in the context window: prompt and completion so far. After the end the
                                    // cache holds at most engine.length() tokens of context followed by `end`
     int32_t end = -1;              // the token that ended the completion and is not part of it; -1: none
+    int64_t top_logprobs = 0;      // as in Prompt
 };
 
 struct GenerateStatistics {

@@ -31,11 +31,30 @@ void SampleOutput::finish(size_t completion, const std::string& after) {
     }
 }
 
+namespace {
+
+std::string text_of(int32_t id, const Tokenizer* tokenizer) {
+    return tokenizer && tokenizer->contains(id) ? tokenizer->decode(id) : "";
+}
+
+nlohmann::json top_logprobs_json(const Completion& completion, const Tokenizer* tokenizer) {
+    nlohmann::json steps = nlohmann::json::array();
+    for (const std::vector<TokenLogprob>& step : completion.top_logprobs()) {
+        nlohmann::json tokens = nlohmann::json::array();
+        for (const TokenLogprob& t : step)
+            tokens.push_back({{"token", t.token}, {"logprob", t.logprob}, {"text", text_of(t.token, tokenizer)}});
+        steps.push_back(tokens);
+    }
+    return steps;
+}
+
+}  // namespace
+
 std::string logprob_lines(const Completion& completion, const Tokenizer* tokenizer) {
     std::string lines;
     for (size_t i = 0; i < completion.tokens().size(); i++) {
         const int32_t id = completion.tokens()[i];
-        const std::string token = tokenizer && tokenizer->contains(id) ? tokenizer->decode(id) : "";
+        const std::string token = text_of(id, tokenizer);
         char number[64];
         std::snprintf(number, sizeof number, "%.6f %d ", double(completion.logprobs()[i]), id);
         lines += number + nlohmann::json(token).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
@@ -105,6 +124,7 @@ void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
         completions.emplace_back(tokenizer, job.completion,
                                  [&output, i](std::string_view text) { output.add(size_t(i), text); });
         requests.push_back({job.tokens[prompt_of(i)], 0, i, &completions.back(), {}});
+        requests.back().top_logprobs = engine.options.top_logprobs;
     }
     const GenerateStatistics statistics = generate(engine, requests, job.policy, {}, [&](const Request& r) {
         const Completion& completion = *r.completion;
@@ -125,6 +145,7 @@ void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
         result["samples"].push_back(
             {{"prompt", prompts[size_t(i)]}, {"text", c.text()}, {"tokens", c.tokens()}, {"finish", c.finish()}});
         if (logprobs) result["samples"].back()["logprobs"] = c.logprobs();
+        if (engine.options.top_logprobs > 0) result["samples"].back()["top_logprobs"] = top_logprobs_json(c, tokenizer);
     }
     out << result.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
 }

@@ -93,6 +93,7 @@ class BackendsTest(unittest.TestCase):
             with self.subTest(family):
                 args = ["sample", "--model", self.start[family], "--prompt", "The ", "--max-tokens", 30, "--ignore-eos", "--seed", 3]
                 for extra in ([], ["--temperature", 0], ["--top-k", 5], ["--top-p", 0.8], ["--top-k", 20, "--min-p", 0.1], ["--repeat-penalty", 1.3],
+                              ["--presence-penalty", 1.1, "--frequency-penalty", 0.4],
                               ["--num-samples", 12, "--batch-invariant"]):
                     self.assertEqual(self.run_driver(CPU, *args, *extra), self.run_driver(GPU, *args, *extra))
 

@@ -59,6 +59,9 @@ class BadInputTest(BaseRunTest):
             (["--config: /dev/zero: holds more than the 1048576 bytes"], ["train", "--config=/dev/zero"]),
             (["--config: ", "is a FIFO that no process writes to"], ["train", "--config", self.fifo()]),
             (["--temperature"], ["sample", "--model", self.base, "--temperature", "-1"]),
+            (["--presence-penalty: 2000 is not"], ["sample", "--model", self.base, "--presence-penalty", "2000"]),
+            (["--top-logprobs: 21 is not"], ["sample", "--model", self.base, "--top-logprobs", "21", "--json"]),
+            (["--top-logprobs", "--json"], ["sample", "--model", self.base, "--top-logprobs", "3"]),
             (["--tokens", "'x'"], ["logits", "--model", self.base, "--tokens", "1 x", "--output", "x.npy"]),
             (["--seed"], ["sample", "--model", self.base, "--seed", "-1"]),
             *(([f"{option}: '' is not"], self.train_args("x", option, ""))

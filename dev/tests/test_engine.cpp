@@ -1,4 +1,7 @@
 // Tests the engine: packed prefills and decode steps with a KV cache against forward() over the whole sequence.
+#include <numeric>
+#include <set>
+
 #include "dev/tests/allocations.h"
 #include "dev/tests/generation_fixture.h"
 #include "dev/tests/test_util.h"
@@ -251,6 +254,198 @@ TEST(Engine, LogprobsMatchTheModel) {
 
 // Rows of the vocabulary beyond the tokenizer's ids are never sampled, whatever their logits: by temperature, by
 // argmax, and with a penalty whose marks cover the tokenizer's ids alone. A prompt may contain them.
+// An engine for prompts with any options.
+EngineOptions any_options(int64_t slots, int64_t context) {
+    EngineOptions o = engine_options(slots, context, 0.7f);
+    o.batch_invariant = true;
+    o.sampling_classes = sampling_class::ANY;
+    o.top_logprobs = 4;
+    o.prompt_logprobs = true;
+    return o;
+}
+
+// Prompts with options of all kinds, each of another.
+std::vector<Prompt> mixed_prompts(const ModelConfig& c) {
+    std::vector<Prompt> prompts;
+    for (int64_t i = 0; i < 9; i++) {
+        Prompt p{8 - i, random_tokens(c, 2 + 3 * (i % 3), uint64_t(i)), 20 + i, 0};
+        SamplingOptions o;
+        o.seed = uint64_t(i);
+        o.temperature = 2;
+        if (i == 1) o.temperature = 0;
+        if (i == 2 || i == 7) o.top_k = 10;
+        if (i == 3 || i == 7) o.top_p = 0.8f;
+        if (i == 4) o.min_p = 0.1f;
+        if (i == 4 || i == 7) o.repeat_penalty = 1.6f;
+        if (i == 5 || i == 7) o.presence_penalty = 0.9f;
+        if (i == 5 || i == 6) o.frequency_penalty = -0.4f;
+        if (i > 0) p.sampling = o;
+        if (i >= 6) p.mask = {0x0F0F00F0, 0x155555};  // 53 tokens
+        p.logprobs = i == 2;
+        p.top_logprobs = i == 3 ? 2 : i == 7 ? 4 : 0;
+        prompts.push_back(p);
+    }
+    return prompts;
+}
+
+// Requests with different options together: each gives the tokens and logprobs that it gives alone, while others end
+// and a slot is used again.
+TEST_P(GenerationByType, OptionsOfARowDoNotDependOnOthers) {
+    const ModelConfig& c = driver.model.config;
+    struct Result {
+        std::vector<int32_t> tokens, top;
+        std::vector<float> logprobs;
+    };
+    const auto read = [](const Engine::Step& s, size_t i, Result& r) {
+        r.tokens.push_back(s.tokens[i]);
+        for (const TokenLogprob& t : s.top_logprobs[i]) {
+            r.top.push_back(t.token);
+            r.logprobs.push_back(t.logprob);
+        }
+    };
+    Generation g(driver.model, any_options(9, 40));
+    std::vector<Prompt> prompts = mixed_prompts(c);
+    std::vector<Result> results(prompts.size() + 1);
+    std::vector<size_t> of_slot(prompts.size());
+    for (size_t i = 0; i < prompts.size(); i++) of_slot[size_t(prompts[i].slot)] = i;
+    const auto read_step = [&] {
+        const Engine::Step& s = g.engine.next();
+        for (size_t i = 0; i < s.slots.size(); i++) read(s, i, results[of_slot[size_t(s.slots[i])]]);
+    };
+    g.engine.prefill(prompts);
+    read_step();
+    for (int step = 0; step < 12; step++) {
+        if (step == 3)
+            for (const int64_t slot : {0, 3, 4, 6, 8}) g.engine.retire(slot);
+        if (step == 5) {  // a slot that had a mask and penalties, with options of the engine
+            Prompt p{1, random_tokens(c, 6, 50), 90, 0};
+            g.engine.retire(1);
+            g.engine.truncate(1);
+            of_slot[1] = prompts.size();
+            prompts.push_back(p);
+            g.engine.prefill({p});
+            read_step();
+        }
+        g.engine.decode();
+        read_step();
+    }
+    Generation alone(driver.model, any_options(1, 40));
+    for (size_t i = 0; i < prompts.size(); i++) {
+        SCOPED_TRACE(i);
+        Prompt p = prompts[i];
+        p.slot = 0;
+        Result expected;
+        alone.engine.retire(0);
+        alone.engine.truncate(0);
+        alone.engine.prefill({p});
+        for (;;) {
+            read(alone.engine.next(), 0, expected);
+            if (expected.tokens.size() == results[i].tokens.size()) break;
+            alone.engine.decode();
+        }
+        EXPECT_GE(expected.tokens.size(), 4u);
+        EXPECT_EQ(results[i].tokens, expected.tokens);
+        EXPECT_EQ(results[i].top, expected.top);
+        EXPECT_EQ(results[i].logprobs, expected.logprobs);
+        if (p.mask.empty()) continue;
+        for (const int32_t id : results[i].tokens)
+            EXPECT_TRUE(uint32_t(p.mask[size_t(id / 32)]) >> (id % 32) & 1) << id;
+    }
+}
+
+// Greedy decoding with penalties against the model's logits: the prompt's tokens count for the repetition penalty only,
+// and a sequence that continues after a prefill of its beginning keeps its counts.
+TEST(Engine, PenaltiesCountTheCompletion) {
+    Driver driver(long_config(), training_shape(1, 8));
+    driver.randomise(3);
+    SamplingOptions o;
+    o.temperature = 0;
+    o.presence_penalty = 0.25f;
+    o.frequency_penalty = 0.5f;
+    Generation g(driver.model, any_options(2, 40));
+    std::vector<int32_t> prompt;
+    for (int32_t id = 0; id < int32_t(driver.model.config.vocab_size); id += 2) prompt.push_back(id);
+    std::vector<int32_t> completion;
+    const auto check = [&](const std::vector<float>& logits) {
+        std::vector<float> l = logits;
+        for (size_t v = 0; v < l.size(); v++) {
+            const auto n = std::count(completion.begin(), completion.end(), int32_t(v));
+            if (n > 0) l[v] -= 0.25f + 0.5f * float(n);
+        }
+        EXPECT_EQ(g.sampled[0], std::max_element(l.begin(), l.end()) - l.begin()) << completion.size();
+        completion.push_back(g.sampled[0]);
+    };
+    const auto prefill = [&](const std::vector<int32_t>& tokens) {
+        Prompt p{1, tokens, 0, int64_t(completion.size())};
+        p.sampling = o;
+        p.completion = completion;
+        check(g.prefill({p})[0]);
+    };
+    prefill(prompt);
+    for (int step = 0; step < 6; step++) check(g.decode()[0]);
+    g.engine.retire(1);
+    g.engine.truncate(1);
+    std::vector<int32_t> all = prompt;
+    all.insert(all.end(), completion.begin(), completion.end());
+    prefill(all);
+    check(g.decode()[0]);
+    EXPECT_GT(completion.size(), std::set<int32_t>(completion.begin(), completion.end()).size()) << "no token twice";
+}
+
+// Top logprobs are those of the raw logits, sorted; prompt logprobs those of forward() at each position, whatever the
+// passes and the other prompts are.
+TEST(Engine, TopAndPromptLogprobsMatchTheModel) {
+    Driver driver(long_config(), training_shape(1, 8));
+    driver.randomise(3);
+    const auto logprobs = [](const auto& logits) {
+        double sum = 0;
+        for (const auto l : logits) sum += std::exp(double(l));
+        std::vector<double> p;
+        for (const auto l : logits) p.push_back(double(l) - std::log(sum));
+        return p;
+    };
+    const int64_t n = backend_device() == Device::CPU ? Engine::prompt_chunk_tokens() + 140 : 200;
+    Generation g(driver.model, any_options(3, n + 4));
+    const std::vector<int32_t> tokens = random_tokens(driver.model.config, n, 1);
+    std::vector<Prompt> prompts{{2, {4, 5, 6}, 0, 0}, {0, tokens, 1, 0}, {1, {7}, 2, 0}};
+    prompts[1].prompt_logprobs = prompts[2].prompt_logprobs = true;
+    prompts[1].top_logprobs = 3;
+    g.engine.prefill(prompts);
+    Engine::Step s = g.engine.next();
+    EXPECT_TRUE(s.prompt_logprobs[0].empty());
+    EXPECT_TRUE(s.prompt_logprobs[2].empty());
+    ASSERT_EQ(s.prompt_logprobs[1].size(), size_t(n - 1));
+    ASSERT_EQ(s.prompt_top_logprobs[1].size(), 3 * size_t(n - 1));
+    for (const int64_t i : {int64_t(1), int64_t(2), int64_t(130), n - 141, n - 140, n - 139, n - 1}) {
+        const std::vector<double> p = logprobs(logits_after(driver, {tokens.begin(), tokens.begin() + i}));
+        EXPECT_NEAR(double(s.prompt_logprobs[1][size_t(i - 1)]), p[size_t(tokens[size_t(i)])], 1e-3) << i;
+        std::vector<double> sorted = p;
+        std::sort(sorted.rbegin(), sorted.rend());
+        for (size_t k = 0; k < 3; k++) {
+            const TokenLogprob top = s.prompt_top_logprobs[1][size_t(i - 1) * 3 + k];
+            EXPECT_NEAR(double(top.logprob), p[size_t(top.token)], 1e-3) << i << " " << k;
+            EXPECT_NEAR(double(top.logprob), sorted[k], 1e-3) << i << " " << k;
+        }
+    }
+    for (int step = 0; step < 3; step++) {
+        const std::vector<double> p = logprobs(g.engine.logits(1));
+        std::vector<int32_t> order(p.size());
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return p[size_t(a)] > p[size_t(b)]; });
+        ASSERT_EQ(s.top_logprobs[1].size(), 3u);
+        EXPECT_TRUE(s.top_logprobs[0].empty());
+        for (size_t k = 0; k < 3; k++) {
+            EXPECT_EQ(s.top_logprobs[1][k].token, order[k]);
+            EXPECT_NEAR(double(s.top_logprobs[1][k].logprob), p[size_t(order[k])], 1e-5);
+        }
+        EXPECT_NEAR(double(s.logprobs[1]), p[size_t(s.tokens[1])], 1e-5);
+        g.engine.decode();
+        s = g.engine.next();
+        EXPECT_TRUE(s.prompt_logprobs[1].empty());
+        EXPECT_TRUE(s.prompt_top_logprobs[1].empty());
+    }
+}
+
 TEST(Engine, PaddingIdsAreNeverSampled) {
     Driver driver(base_config(), training_shape(1, 8));
     driver.randomise(3);
@@ -294,6 +489,34 @@ TEST(Engine, InvalidArgumentsAreErrors) {
             g.prefill({{0, std::vector<int32_t>(9, 1), 0, 0}});
         },
         "a sequence of 9 tokens exceeds the context of 8; shorten the prompt or raise --context");
+    const auto refused = [&](auto change, const std::string& message) {
+        Prompt p{0, {1}, 0, 0};
+        change(p);
+        expect_error([&] { g.prefill({p}); }, message);
+    };
+    const std::string name_it = "; name it in EngineOptions::sampling_classes";
+    refused([](Prompt& p) { p.mask = {1, 0}; }, "engine: slot 0 asks for a mask" + name_it);
+    refused([](Prompt& p) { p.sampling = SamplingOptions{1, 5}; }, "engine: slot 0 asks for other filters" + name_it);
+    refused(
+        [](Prompt& p) {
+            p.sampling = SamplingOptions{};
+            p.sampling->presence_penalty = 1;
+        },
+        "engine: slot 0 asks for a presence or frequency penalty" + name_it);
+    refused([](Prompt& p) { p.sampling = SamplingOptions{-1}; },
+            "sample_tokens: temperature is -1, expected 0 or more");
+    refused([](Prompt& p) { p.top_logprobs = 2; },
+            "engine: slot 0 asks for 2 top logprobs; EngineOptions::top_logprobs is 0");
+    refused([](Prompt& p) { p.prompt_logprobs = true; },
+            "engine: slot 0 asks for its prompt's logprobs; set EngineOptions::prompt_logprobs");
+    EngineOptions with_masks = engine_options(2, 8);
+    with_masks.sampling_classes = sampling_class::MASK;
+    Generation masked(driver.model, with_masks);
+    Prompt none{1, {1}, 0, 0};
+    none.mask = {0, int32_t(1u << 21)};  // token 53
+    expect_error([&] { masked.prefill({none}); }, "engine: the mask of slot 1 allows no token");
+    none.mask = {1};
+    expect_error([&] { masked.prefill({none}); }, "engine: the mask of slot 1 has 1 words, expected 2");
     EXPECT_FALSE(g.engine.ready());
     InferenceWeights adapted = inference_weights(driver.model);
     adapted.blocks[1].proj.lora.a = adapted.blocks[1].proj.weight;

@@ -1,4 +1,6 @@
 // Tests generate() with a model: slots, ends of sequences, the context limit, and the cache of a conversation.
+#include <set>
+
 #include "dev/tests/generation_fixture.h"
 #include "infer/generate.h"
 
@@ -51,6 +53,22 @@ TEST(Generation, FreedSlotsTakeWaitingRequests) {
         EXPECT_GT(s.steps, 0);
     }
     EXPECT_TRUE(ended_early) << "no sequence ended early; choose other end tokens";
+}
+
+// A context window that slides drops tokens that the frequency penalty still counts. With a large one no token comes
+// twice, whatever the prompt is.
+TEST(Generation, PenaltiesCountBeyondTheContext) {
+    Driver driver(long_config(), training_shape(1, 8));
+    driver.randomise(3);
+    EngineOptions o = engine_options(2, 12);
+    o.sampling.frequency_penalty = 1000;
+    Generation g(driver.model, o);
+    CompletionOptions options;
+    options.max_tokens = 40;
+    Job job({{1, 2, 3, 4}, {7}, {5, 5, 5}}, options);
+    generate(g.engine, job.requests, {});
+    for (const Completion& a : job.completions)
+        EXPECT_EQ(std::set<int32_t>(a.tokens().begin(), a.tokens().end()).size(), 40u);
 }
 
 // The first sampled token may end the sequence; then no step follows.

@@ -98,6 +98,16 @@ class SampleTest(BaseRunTest):
         self.assertTrue(all(p < 0 for p in sample["logprobs"]))
         lines = run(*args, "--logprobs", "--temperature", 0).stdout.splitlines()
         self.assertEqual(len(lines[-1].split(" ", 2)), 3)
+        # A token that the completion has is not sampled again; the prompt's tokens are.
+        for penalty in "--presence-penalty", "--frequency-penalty":
+            tokens = json.loads(run(*args, penalty, 900, "--json").stdout)["samples"][0]["tokens"]
+            self.assertEqual(len(set(tokens)), 16, penalty)
+        top = json.loads(run(*args, "--temperature", 0, "--top-logprobs", 3, "--json").stdout)["samples"][0]
+        for token, logprob, most_likely in zip(top["tokens"], top["logprobs"], top["top_logprobs"], strict=True):
+            self.assertEqual([set(t) for t in most_likely], [{"token", "logprob", "text"}] * 3)
+            self.assertEqual(most_likely[0]["token"], token)
+            self.assertAlmostEqual(most_likely[0]["logprob"], logprob, delta=1e-5)
+            self.assertGreaterEqual(most_likely[1]["logprob"], most_likely[2]["logprob"])
         stopped = json.loads(run(*args, "--context", 8, "--context-full", "stop", "--json").stdout)["samples"][0]
         self.assertEqual((stopped["finish"], len(stopped["tokens"])), ("context", 5))
         slid = json.loads(run(*args, "--context", 8, "--keep-tokens", 2, "--json").stdout)["samples"][0]

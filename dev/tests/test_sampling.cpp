@@ -27,14 +27,38 @@ Tensor as_int64(const TestArray& bytes) {
     return make_tensor(t.data, DType::I64, t.device, {t.shape[0] / 8});
 }
 
+// What rows with penalties and masks read and write, by slot.
+struct Slots {
+    Tensor seen, counts, masks;
+};
+
 std::vector<int32_t> sample(const TestArray& logits, int64_t V, const std::vector<int64_t>& sequences,
-                            const std::vector<int64_t>& steps, const SamplingOptions& o, const Tensor& seen = {}) {
+                            const std::vector<int64_t>& steps, const std::vector<SamplingRow>& rows,
+                            const Slots& slots = {}) {
+    constexpr int64_t SIZE = sizeof(SamplingRow);
     const int64_t B = int64_t(sequences.size());
     const TestArray ids = TestArray::ints(std::vector<int32_t>(sequences.size(), -7), {B});
-    const TestArray s = TestArray::bytes(sequences.data(), B * 8), t = TestArray::bytes(steps.data(), B * 8);
-    const TestArray scratch = TestArray::scratch(sampling_scratch(B, V, o));
-    sample_tokens(ids, logits, V, as_int64(s), as_int64(t), o, seen, scratch, Stream{});
+    const TestArray s = TestArray::bytes(sequences.data(), B * 8), t = TestArray::bytes(steps.data(), B * 8),
+                    r = TestArray::bytes(rows.data(), int64_t(rows.size()) * SIZE);
+    SamplingBatch batch;
+    batch.rows = make_tensor(r.tensor().data, DType::U8, r.tensor().device, {int64_t(rows.size()), SIZE});
+    batch.sequences = as_int64(s);
+    batch.steps = as_int64(t);
+    for (const SamplingRow& row : rows) batch.classes |= row.classes;
+    batch.seen = slots.seen;
+    batch.counts = slots.counts;
+    batch.masks = slots.masks;
+    const TestArray scratch = TestArray::scratch(sampling_scratch(B, V, batch.classes));
+    sample_tokens(ids, logits, V, batch, scratch, Stream{});
     return ids.fetch_ints();
+}
+
+// All rows with the same options, each with a slot of its own.
+std::vector<int32_t> sample(const TestArray& logits, int64_t V, const std::vector<int64_t>& sequences,
+                            const std::vector<int64_t>& steps, const SamplingOptions& o, const Tensor& seen = {}) {
+    std::vector<SamplingRow> rows;
+    for (size_t b = 0; b < sequences.size(); b++) rows.push_back(sampling_row(o, V, int64_t(b)));
+    return sample(logits, V, sequences, steps, rows, {seen, {}, {}});
 }
 
 std::vector<int32_t> sample_row(const std::vector<double>& logits, const SamplingOptions& o, int64_t count = 1) {
@@ -343,6 +367,198 @@ TEST(Sampling, Exp2Product) {
         for (const double rate : {1.0, 1.25, 1e30}) EXPECT_EQ(exp2_product(x, rate), 0) << x << " " << rate;
 }
 
+// A batch in which each row has options, penalties and a mask of its own, and a slot anywhere.
+struct Mix {
+    int64_t B, V, Vp, S, words;
+    std::vector<SamplingOptions> options;
+    std::vector<bool> masked;
+    std::vector<SamplingRow> rows;
+    std::vector<int64_t> sequences, steps;
+    std::vector<int32_t> seen, counts, masks;
+
+    Mix(int64_t batch, int64_t vocab, uint64_t seed)
+        : B(batch), V(vocab), Vp((vocab + 127) / 128 * 128), S(batch + 3), words((vocab + 31) / 32) {
+        uint64_t drawn = 0;
+        const auto below = [&](uint64_t n) { return size_t(philox(seed, drawn++, 0).v[0] % n); };
+        const auto one_of = [&](auto... choices) {
+            const std::vector<double> all{double(choices)...};
+            return all[below(all.size())];
+        };
+        for (int64_t b = 0; b < B; b++) {
+            SamplingOptions o;
+            o.temperature = float(one_of(0, 0.6, 1, 1.3));
+            o.top_k = int64_t(one_of(0, 0, 1, 20, 1024, 3000));
+            o.top_p = float(one_of(1, 1, 0.9, 0.3));
+            o.min_p = float(one_of(0, 0, 0.05));
+            o.repeat_penalty = float(one_of(1, 1, 1.7));
+            o.presence_penalty = float(one_of(0, 0, 1.25, -0.75));
+            o.frequency_penalty = float(one_of(0, 0, 0.375, -0.25));
+            o.seed = below(1000);
+            options.push_back(o);
+            masked.push_back(below(3) == 0);
+            rows.push_back(sampling_row(o, V, (b * 7 + 2) % S, masked.back()));  // S is no multiple of 7
+            sequences.push_back(int64_t(below(100)));
+            steps.push_back(int64_t(below(100)));
+        }
+        for (int64_t i = 0; i < S * words; i++) {
+            seen.push_back(int32_t(philox(seed, uint64_t(i), 1).v[0]));
+            const Philox4 r = philox(seed, uint64_t(i), 2);
+            masks.push_back(int32_t(i % 2 ? r.v[0] : r.v[0] & r.v[1] & r.v[2]));
+        }
+        for (int64_t i = 0; i < S * V; i++)
+            counts.push_back(std::max(0, int(philox(seed, uint64_t(i), 3).v[0] % 9) - 5));
+    }
+    int64_t slot(int64_t b) const { return rows[size_t(b)].slot; }
+    bool bit(const std::vector<int32_t>& words_of, int64_t b, int64_t v) const {
+        return uint32_t(words_of[size_t(slot(b) * words + v / 32)]) >> (v % 32) & 1;
+    }
+    // The token that the oracle samples for row b. The kernels round to fp32 after each penalty.
+    int32_t expected(const double* logits, int64_t b) const {
+        const SamplingOptions& o = options[size_t(b)];
+        std::vector<bool> marks(static_cast<size_t>(V));
+        for (int64_t v = 0; v < V; v++) marks[size_t(v)] = bit(seen, b, v);
+        std::vector<double> l = reference::penalised(logits + b * Vp, V, marks, double(o.repeat_penalty));
+        for (int64_t v = 0; v < V; v++) {
+            const int count = counts[size_t(slot(b) * V + v)];
+            double& x = l[size_t(v)];
+            x = double(float(double(float(x)) - (count > 0) * double(o.presence_penalty) -
+                             double(o.frequency_penalty) * count));
+            if (masked[size_t(b)] && !bit(masks, b, v)) x = -INF;
+        }
+        const Philox4 r = philox(o.seed, uint64_t(sequences[size_t(b)]), uint64_t(steps[size_t(b)]));
+        return reference::sample(reference::sampling_probabilities(l.data(), V, double(o.temperature), o.top_k,
+                                                                   double(o.top_p), double(o.min_p)),
+                                 uniform01(r.v[0], r.v[1]));
+    }
+    // Samples with some of the rows, from the state of the beginning.
+    std::vector<int32_t> run(const TestArray& logits, const std::vector<int64_t>& of, DType dtype,
+                             const std::vector<SamplingRow>* same = nullptr) const {
+        std::vector<SamplingRow> some;
+        std::vector<int64_t> some_sequences, some_steps;
+        std::vector<double> values;
+        for (const int64_t b : of) {
+            some.push_back(same ? (*same)[size_t(b)] : rows[size_t(b)]);
+            some_sequences.push_back(sequences[size_t(b)]);
+            some_steps.push_back(steps[size_t(b)]);
+            values.insert(values.end(), logits.data() + b * Vp, logits.data() + (b + 1) * Vp);
+        }
+        const TestArray of_rows = TestArray::of(dtype, values, {int64_t(of.size()), Vp}),
+                        s = TestArray::ints(seen, {S, words}), c = TestArray::ints(counts, {S, V}),
+                        m = TestArray::ints(masks, {S, words});
+        return sample(of_rows, V, some_sequences, some_steps, some, {s, c, m});
+    }
+};
+
+// Each row's token is the oracle's for its own options; the sampled token is marked and counted in the row's slot,
+// where the row has such a penalty, and nowhere else.
+TEST_P(SamplingDTypes, MixedRowsMatchOracle) {
+    for (const auto& [V, B] : {std::pair<int64_t, int64_t>{37, 90}, {3001, 60}, {9000, 24}}) {
+        const Mix mix(B, V, uint64_t(V));
+        const TestArray logits = TestArray::random(activation(), {B, mix.Vp}, 31, 2.5);
+        const TestArray seen = TestArray::ints(mix.seen, {mix.S, mix.words}),
+                        counts = TestArray::ints(mix.counts, {mix.S, V}),
+                        masks = TestArray::ints(mix.masks, {mix.S, mix.words});
+        const std::vector<int32_t> got = sample(logits, V, mix.sequences, mix.steps, mix.rows, {seen, counts, masks});
+        std::vector<int32_t> marks = mix.seen, counted = mix.counts;
+        for (int64_t b = 0; b < B; b++) {
+            const SamplingRow& row = mix.rows[size_t(b)];
+            const int32_t id = got[size_t(b)];
+            ASSERT_EQ(id, mix.expected(logits.data(), b))
+                << "V " << V << " row " << b << " temperature " << row.temperature << " top_k " << row.top_k
+                << " top_p " << row.top_p << " min_p " << row.min_p << " classes " << row.classes;
+            if (row.classes & sampling_class::REPEAT)
+                marks[size_t(row.slot * mix.words + id / 32)] |= int32_t(1u << (id % 32));
+            if (row.classes & sampling_class::COUNTS) counted[size_t(row.slot * V + id)]++;
+        }
+        EXPECT_EQ(seen.fetch_ints(), marks);
+        EXPECT_EQ(counts.fetch_ints(), counted);
+        EXPECT_EQ(masks.fetch_ints(), mix.masks);
+    }
+}
+
+// A row gives the same token alone, among the same rows in another order, and where all rows have its options.
+// Thousands of near ties of the cumulative sums would show a bit that differs.
+TEST_P(SamplingDTypes, MixedRowsDoNotDependOnEachOther) {
+    constexpr int64_t B = 40, V = 5003;
+    const Mix mix(B, V, 77);
+    const TestArray logits = TestArray::random(activation(), {B, mix.Vp}, 32, 0.5);
+    std::vector<int64_t> all(size_t(B), 0);
+    for (int64_t b = 0; b < B; b++) all[size_t(b)] = b;
+    const std::vector<int32_t> together = mix.run(logits, all, activation());
+    std::vector<int32_t> reversed = mix.run(logits, {all.rbegin(), all.rend()}, activation());
+    std::reverse(reversed.begin(), reversed.end());
+    EXPECT_EQ(reversed, together);
+    for (int64_t b = 0; b < B; b++) {
+        EXPECT_EQ(mix.run(logits, {b}, activation()), std::vector<int32_t>{together[size_t(b)]}) << b;
+        if (b % 4) continue;
+        std::vector<SamplingRow> same;
+        for (int64_t i = 0; i < B; i++)
+            same.push_back(sampling_row(mix.options[size_t(b)], V, mix.slot(i), mix.masked[size_t(b)]));
+        EXPECT_EQ(mix.run(logits, all, activation(), &same)[size_t(b)], together[size_t(b)]) << b;
+    }
+}
+
+// Only what the mask allows counts: NaN elsewhere does not matter, and a row without a mask does not read one. A mask
+// that allows nothing, or nothing finite, is like logits that are not finite, and the other rows are sampled.
+TEST(Sampling, Masks) {
+    constexpr int64_t V = 2000, words = (V + 31) / 32;
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    std::vector<double> row(size_t(V), 3.0);
+    row[1999] = nan;
+    row[40] = -INF;
+    row[700] = 1;
+    const TestArray logits = TestArray::of(row, {1, V});
+    const auto sampled = [&](const std::vector<int64_t>& allowed, const SamplingOptions& o) {
+        std::vector<int32_t> bits(size_t(words), 0);
+        for (const int64_t v : allowed) bits[size_t(v / 32)] |= int32_t(1u << (v % 32));
+        bits.back() |= int32_t(0xFFFF0000u);  // beyond the vocabulary
+        const TestArray masks = TestArray::ints(bits, {1, words});
+        return sample(logits, V, {0}, {0}, {sampling_row(o, V, 0, true)}, {{}, {}, masks})[0];
+    };
+    SamplingOptions top_p = options(1);
+    top_p.top_p = 0.5f;
+    for (const SamplingOptions& o : {options(0), options(1), options(1, 50), top_p, options(1, 1500)}) {
+        EXPECT_EQ(sampled({700}, o), 700);
+        EXPECT_EQ(sampled({40, 700}, o), 700);
+        for (const std::vector<int64_t>& none : {std::vector<int64_t>{}, {40}, {700, 1999}}) {
+#ifdef USE_CUDA
+            EXPECT_EQ(sampled(none, o), -1);
+#else
+            expect_error([&] { sampled(none, o); },
+                         "sample_tokens: row 0 of the logits holds NaN, or its maximum is not finite; only the tokens "
+                         "that its mask allows count");
+#endif
+        }
+    }
+    const TestArray plain = TestArray::of(std::vector<double>(size_t(V), 1.0), {1, V}),
+                    nothing = TestArray::ints(std::vector<int32_t>(size_t(words), 0), {1, words});
+    EXPECT_EQ(sample(plain, V, {0}, {0}, {sampling_row(options(0), V)}, {{}, {}, nothing})[0], 0);
+}
+
+// Presence counts once, frequency each time; both act after the repetition penalty, on completion tokens only.
+TEST(Sampling, PresenceAndFrequencyPenalty) {
+    const auto sampled = [](float presence, float frequency, float repeat = 1) {
+        SamplingOptions o = options(0);
+        o.presence_penalty = presence;
+        o.frequency_penalty = frequency;
+        o.repeat_penalty = repeat;
+        const TestArray counts = TestArray::ints({0, 1, 3}, {1, 3}), seen = TestArray::ints({4}, {1, 1});
+        const int32_t id =
+            sample(TestArray::of({1, 1.5, 2}, {1, 3}), 3, {0}, {0}, {sampling_row(o, 3)}, {seen, counts, {}})[0];
+        std::vector<int32_t> counted{0, 1, 3};
+        if (presence != 0 || frequency != 0) counted[size_t(id)]++;
+        EXPECT_EQ(counts.fetch_ints(), counted);
+        return id;
+    };
+    EXPECT_EQ(sampled(0, 0), 2);
+    EXPECT_EQ(sampled(0.4f, 0), 2);      // 1, 1.1, 1.6
+    EXPECT_EQ(sampled(1.1f, 0), 0);      // 1, 0.4, 0.9
+    EXPECT_EQ(sampled(0, 0.3f), 1);      // 1, 1.2, 1.1
+    EXPECT_EQ(sampled(0, 0.6f), 0);      // 1, 0.9, 0.2
+    EXPECT_EQ(sampled(-1, -1), 2);       // 1, 3.5, 6
+    EXPECT_EQ(sampled(0.25f, 0, 2), 1);  // 1, 1.25, 0.75
+}
+
 INSTANTIATE_DTYPES(SamplingDTypes);
 
 TEST(Sampling, InvalidArgumentsAreErrors) {
@@ -374,6 +590,23 @@ TEST(Sampling, InvalidArgumentsAreErrors) {
     expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: repeat_penalty is 0, expected more than 0");
     o.repeat_penalty = 2;
     expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: seen is missing");
+    o.repeat_penalty = 1;
+    o.presence_penalty = 1;
+    expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: counts is missing");
+    o.presence_penalty = std::numeric_limits<float>::infinity();
+    expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: presence_penalty is inf, expected a finite number");
+    o.presence_penalty = 0;
+    o.frequency_penalty = std::numeric_limits<float>::quiet_NaN();
+    expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: frequency_penalty is nan, expected a finite number");
+    o.frequency_penalty = 0;
+    const TestArray two = TestArray::of({1, 2}, {1, 2}), mask = TestArray::ints({3}, {1, 1});
+    expect_error([&] { sample(two, 2, {0}, {0}, {sampling_row(o, 2, 0, true)}); }, "sample_tokens: masks is missing");
+    if (backend_device() == Device::CPU)
+        expect_error(
+            [&] {
+                sample(two, 2, {0}, {0}, {sampling_row(o, 2, 1, true)}, {{}, {}, mask});
+            },
+            "sample_tokens: row 0 has the slot 1; there are 1");
     const TestArray logits = TestArray::random({1, 4}, 1);
     expect_error([&] { sample(logits, 5, {0}, {0}, options(1)); }, "sample_tokens: V is 5, expected 1 to 4");
     expect_error(

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/cpu_loops.h"
 #include "kernels/generation/sampling_check.h"
 #include "kernels/generation/token_key.h"
 #include "runtime/rng.h"
@@ -53,16 +53,28 @@ bool marked(const int32_t* seen, int64_t v) {
     return static_cast<uint32_t>(seen[v / 32]) >> (v % 32) & 1;
 }
 
-// The logits under the penalty; −∞ stays −∞.
-void penalize(float* out, const float* logits, int64_t V, const int32_t* seen, float penalty) {
+// What a row reads and writes of its slot; null where the batch does not have it.
+struct RowState {
+    int32_t *seen, *counts;
+    const int32_t* mask;
+};
+
+// The logits under the mask and the penalties; −∞ stays −∞.
+void adjust(float* out, const float* logits, int64_t V, const SamplingRow& row, const RowState& state) {
+    const bool masks = row.classes & sampling_class::MASK, repeats = row.classes & sampling_class::REPEAT,
+               counted = row.classes & sampling_class::COUNTS;
     for (int64_t v = 0; v < V; v++) {
-        out[v] = !marked(seen, v) ? logits[v] : logits[v] > 0 ? logits[v] / penalty : logits[v] * penalty;
+        float l = logits[v];
+        if (repeats && marked(state.seen, v)) l = l > 0 ? l / row.repeat_penalty : l * row.repeat_penalty;
+        if (counted && state.counts[v] > 0)
+            l = float(double(l) - (double(row.presence_penalty) + double(row.frequency_penalty) * state.counts[v]));
+        out[v] = masks && !marked(state.mask, v) ? -INFINITY : l;
     }
 }
 
-// Scratch of one row: the logits under the penalty, and (key, ~id) of the tokens that top_p sorts.
+// Scratch of one row: the logits under mask and penalties, and (key, ~id) of the tokens that top_p sorts.
 struct RowScratch {
-    float* penalized;
+    float* adjusted;
     uint64_t* order;
 };
 
@@ -90,11 +102,11 @@ Kept nucleus(const float* logits, int64_t V, Kept kept, double total, float top_
     return result;
 }
 
-int32_t sample_row(const float* logits, int64_t V, const SamplingOptions& options, uint64_t sequence, uint64_t step,
-                   const int32_t* seen, RowScratch scratch) {
-    if (options.repeat_penalty != 1) {
-        penalize(scratch.penalized, logits, V, seen, options.repeat_penalty);
-        logits = scratch.penalized;
+int32_t sample_row(const float* logits, int64_t V, const SamplingRow& options, uint64_t sequence, uint64_t step,
+                   const RowState& state, RowScratch scratch) {
+    if (options.classes & sampling_class::ADJUSTED) {
+        adjust(scratch.adjusted, logits, V, options, state);
+        logits = scratch.adjusted;
     }
     int64_t best = 0;
     bool has_nan = false;
@@ -139,39 +151,57 @@ int32_t sample_row(const float* logits, int64_t V, const SamplingOptions& option
 
 }  // namespace
 
-int64_t sampling_scratch(int64_t B, int64_t V, const SamplingOptions& options) {
-    const int64_t order = options.top_p < 1 ? 8 : 0, penalized = options.repeat_penalty != 1 ? 4 : 0;
-    return B * V * (order + penalized);
+int64_t sampling_scratch(int64_t B, int64_t V, uint32_t classes) {
+    const int64_t order = classes & sampling_class::TOP_P ? 8 : 0,
+                  adjusted = classes & sampling_class::ADJUSTED ? 4 : 0;
+    return B * V * (order + adjusted);
 }
 
-void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tensor steps, const SamplingOptions& options,
-                   Tensor seen, Tensor scratch, Stream) {
+void sample_tokens(Tensor ids, Tensor logits, int64_t V, const SamplingBatch& batch, Tensor scratch, Stream) {
     const char* op = "sample_tokens";
     require(logits && logits.rank == 2, op, ": logits is ", shape_string(logits), ", expected [B, Vp]");
-    check_sampling(op, DType::F32, ids, logits, V, sequences, steps, options, seen, scratch);
+    check_sampling(op, DType::F32, ids, logits, V, batch, scratch);
     const int64_t B = logits.shape[0];
+    const SamplingRow* rows = static_cast<const SamplingRow*>(batch.rows.data);
+    const auto row_of_slot = [](const Tensor& t, int64_t slot) {
+        return t ? t.as<int32_t>() + slot * row_stride(t) : nullptr;
+    };
+    const auto state_of = [&](int64_t b) {
+        const int64_t slot = rows[b].slot;
+        return RowState{row_of_slot(batch.seen, slot), row_of_slot(batch.counts, slot), row_of_slot(batch.masks, slot)};
+    };
+    for (int64_t b = 0; b < B; b++) {
+        require((rows[b].classes & ~batch.classes) == 0, op, ": row ", b, " needs classes ", rows[b].classes,
+                ", the batch has ", batch.classes);
+        for (const Tensor& t : {batch.seen, batch.counts, batch.masks})
+            require(!t || (rows[b].slot >= 0 && rows[b].slot < t.shape[0]), op, ": row ", b, " has the slot ",
+                    rows[b].slot, "; there are ", t.shape[0]);
+    }
 
     int32_t* id = ids.as<int32_t>();
     // The 8-byte elements come first, so that both arrays are aligned.
     const auto row_scratch = [&](int64_t b) {
         RowScratch r{};
         char* base = static_cast<char*>(scratch.data);
-        if (options.top_p < 1) {
+        if (batch.classes & sampling_class::TOP_P) {
             r.order = reinterpret_cast<uint64_t*>(base) + b * V;
             base += B * V * 8;
         }
-        if (options.repeat_penalty != 1) r.penalized = reinterpret_cast<float*>(base) + b * V;
+        if (batch.classes & sampling_class::ADJUSTED) r.adjusted = reinterpret_cast<float*>(base) + b * V;
         return r;
     };
-    const auto marks = [&](int64_t b) { return seen ? seen.as<int32_t>() + b * seen.stride[0] : nullptr; };
 #pragma omp parallel for schedule(dynamic) if (B > 1)
     for (int64_t b = 0; b < B; b++) {
-        id[b] = sample_row(logits.as<float>() + b * logits.stride[0], V, options,
-                           static_cast<uint64_t>(sequences.as<int64_t>()[b]),
-                           static_cast<uint64_t>(steps.as<int64_t>()[b]), marks(b), row_scratch(b));
+        id[b] = sample_row(logits.as<float>() + b * logits.stride[0], V, rows[b],
+                           static_cast<uint64_t>(batch.sequences.as<int64_t>()[b]),
+                           static_cast<uint64_t>(batch.steps.as<int64_t>()[b]), state_of(b), row_scratch(b));
     }
     for (int64_t b = 0; b < B; b++) {
-        require(id[b] != NOT_FINITE, op, ": row ", b, " of the logits holds NaN, or its maximum is not finite");
-        if (seen) marks(b)[id[b] / 32] |= static_cast<int32_t>(1u << (id[b] % 32));
+        require(id[b] != NOT_FINITE, op, ": row ", b, " of the logits holds NaN, or its maximum is not finite",
+                rows[b].classes & sampling_class::MASK ? "; only the tokens that its mask allows count" : "");
+        const RowState state = state_of(b);
+        if (rows[b].classes & sampling_class::REPEAT)
+            state.seen[id[b] / 32] |= static_cast<int32_t>(1u << (id[b] % 32));
+        if (rows[b].classes & sampling_class::COUNTS) state.counts[id[b]]++;
     }
 }

@@ -1,4 +1,4 @@
-// Common code of the sampling kernels: their parameters, logits under the repetition penalty, token weights, and
+// Common code of the sampling kernels: their parameters, logits under mask and penalties, token weights, and
 // reductions over a block.
 #pragma once
 
@@ -11,25 +11,36 @@
 
 namespace sampling {
 
-// The logits of one sequence under the repetition penalty.
+// The logits of one sequence under its mask and penalties. Only a row that has them reads what they need.
 template <typename T>
 struct LogitRow {
     const T* logits;
-    const int32_t* seen;
-    float penalty;
-    double inverse_penalty;
+    const SamplingRow* options;
+    const int32_t *seen, *counts, *mask;  // of the slot; valid where the row's classes have them
     int64_t V;
+    uint32_t classes;
     bool aligned;  // to 16 bytes
 
+    __device__ __forceinline__ bool has(uint32_t class_bits) const { return (classes & class_bits) != 0; }
     // Multiplying by the inverse in double gives the bits of the division wherever the quotient is a normal float: no
     // quotient of floats is close enough to the middle between two floats for the roundings of doubles to matter. A
     // division would take many times the code.
     __device__ __forceinline__ float penalized(float x) const {
-        return x > 0 ? float(double(x) * inverse_penalty) : x * penalty;
+        return x > 0 ? float(double(x) * options->inverse_repeat) : x * options->repeat_penalty;
+    }
+    __device__ __forceinline__ float discounted(float x, int count) const {
+        const double frequency = double(options->frequency_penalty) * count;
+        return count > 0 ? float(double(x) - (double(options->presence_penalty) + frequency)) : x;
     }
     __device__ __forceinline__ float operator[](int64_t v) const {
         const float x = as_float(logits[v]);
-        return penalty == 1 || !(uint32_t(seen[v / 32]) >> (v % 32) & 1) ? x : penalized(x);
+        return has(sampling_class::ADJUSTED) ? adjusted(x, v) : x;
+    }
+    __device__ __forceinline__ float adjusted(float x, int64_t v) const {
+        const auto bit = [v](const int32_t* words) { return uint32_t(words[v / 32]) >> (v % 32) & 1; };
+        if (has(sampling_class::MASK) && !bit(mask)) return -INFINITY;
+        if (has(sampling_class::REPEAT) && bit(seen)) x = penalized(x);
+        return has(sampling_class::COUNTS) ? discounted(x, counts[v]) : x;
     }
     // Logits begin … begin + N − 1, loaded together; −∞ (no weight) beyond the vocabulary. begin is a multiple of N,
     // and N divides 32.
@@ -47,12 +58,30 @@ struct LogitRow {
 #pragma unroll
             for (int i = 0; i < N; i++) x[i] = i < left ? as_float(raw[i]) : -INFINITY;
         }
-        if (penalty == 1 || left <= 0) return x;
-        const uint32_t marks = uint32_t(seen[begin / 32]) >> (begin % 32);
-#pragma unroll
-        for (int i = 0; i < N; i++)
-            if (marks >> i & 1) x[i] = penalized(x[i]);
+        if (has(sampling_class::ADJUSTED) && left > 0) adjust(x, begin, left);
         return x;
+    }
+    // The same as adjusted() for each of them.
+    template <int N>
+    __device__ __forceinline__ void adjust(Floats<N>& x, int64_t begin, int left) const {
+        const auto bits = [begin](const int32_t* words) { return uint32_t(words[begin / 32]) >> (begin % 32); };
+        if (has(sampling_class::REPEAT)) {
+            const uint32_t marks = bits(seen);
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                if (marks >> i & 1) x[i] = penalized(x[i]);
+        }
+        if (has(sampling_class::COUNTS)) {
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                if (i < left) x[i] = discounted(x[i], counts[begin + i]);
+        }
+        if (has(sampling_class::MASK)) {
+            const uint32_t allowed = bits(mask);
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                if (!(allowed >> i & 1)) x[i] = -INFINITY;
+        }
     }
 };
 
@@ -60,30 +89,41 @@ template <typename T>
 struct SamplingParams {
     int32_t* ids;
     const T* logits;
-    int32_t* seen;
+    const SamplingRow* rows;
+    int32_t *seen, *counts;
+    const int32_t* masks;
     const int64_t *sequences, *steps;
-    int64_t logits_stride, seen_stride, V;
+    int64_t logits_stride, seen_stride, counts_stride, masks_stride, V;
     bool aligned;
-    SamplingOptions options;
-    double inverse_penalty;
-    double rate;  // of TokenWeight; 0 for temperature 0
 
+    // Whether row b needs one of these kernels.
+    __device__ __forceinline__ bool needs(int64_t b, uint32_t class_bits) const {
+        return (rows[b].classes & class_bits) != 0;
+    }
     __device__ __forceinline__ LogitRow<T> row(int64_t b) const {
-        return {logits + b * logits_stride,
-                seen + (seen ? b * seen_stride : 0),
-                options.repeat_penalty,
-                inverse_penalty,
-                V,
-                aligned};
+        const int64_t slot = rows[b].slot;
+        LogitRow<T> r;
+        r.logits = logits + b * logits_stride;
+        r.options = rows + b;
+        r.seen = seen + slot * seen_stride;
+        r.counts = counts + slot * counts_stride;
+        r.mask = masks + slot * masks_stride;
+        r.V = V;
+        r.classes = rows[b].classes;
+        r.aligned = aligned;
+        return r;
     }
     __device__ __forceinline__ double uniform(int64_t b) const {
-        const Philox4 random = philox(options.seed, uint64_t(sequences[b]), uint64_t(steps[b]));
+        const Philox4 random = philox(rows[b].seed, uint64_t(sequences[b]), uint64_t(steps[b]));
         return uniform01(random.v[0], random.v[1]);
     }
     // Called by one thread of the grid for each row. id −1: the logits can't be sampled from.
     __device__ __forceinline__ void write_token(int64_t b, int32_t id) const {
         ids[b] = id;
-        if (seen && id >= 0) seen[b * seen_stride + id / 32] |= int32_t(1u << (id % 32));
+        if (id < 0) return;
+        const int64_t slot = rows[b].slot;
+        if (needs(b, sampling_class::REPEAT)) seen[slot * seen_stride + id / 32] |= int32_t(1u << (id % 32));
+        if (needs(b, sampling_class::COUNTS)) counts[slot * counts_stride + id]++;
     }
 };
 

@@ -16,14 +16,17 @@ __global__ void __launch_bounds__(FILTER_THREADS)
     weight_histogram_kernel(const SamplingParams<T> p, const ChunkSummary* all_chunks, int num_chunks,
                             FixedWeight* histograms) {
     pdl_launch_dependents();
-    pdl_wait();
-    __shared__ FixedWeight bins[WEIGHT_BINS];
     const int64_t b = blockIdx.x;
+    const double rate = p.rows[b].rate;
+    const bool needed = p.needs(b, sampling_class::HISTOGRAM);
+    pdl_wait();
+    if (!needed) return;
+    __shared__ FixedWeight bins[WEIGHT_BINS];
     const Floats<HISTOGRAM_TOKENS> x = p.row(b).template load<HISTOGRAM_TOKENS>(
         (int64_t(blockIdx.y) * FILTER_THREADS + int(threadIdx.x)) * HISTOGRAM_TOKENS);
     uint64_t best;
     if (!find_best<FILTER_THREADS>(all_chunks + b * num_chunks, num_chunks, &best)) return;
-    const TokenWeight weight{token_logit(best), p.rate};
+    const TokenWeight weight{token_logit(best), rate};
     for (int i = int(threadIdx.x); i < WEIGHT_BINS; i += FILTER_THREADS) bins[i] = 0;
     __syncthreads();
 #pragma unroll
@@ -172,20 +175,23 @@ __device__ uint64_t top_p_by_histogram(const LogitRow<T>& row, int64_t V, const 
     return threshold;
 }
 
-// One block finds the threshold of a row. histograms: null where top_k comes before top_p, or there is no top_p.
+// One block finds the threshold of a row.
 template <typename T>
 __global__ void __launch_bounds__(THRESHOLD_THREADS)
     threshold_kernel(const SamplingParams<T> p, const ChunkSummary* all_chunks, int num_chunks,
                      const FixedWeight* histograms, uint64_t* thresholds) {
     pdl_launch_dependents();
-    pdl_wait();
-    const SamplingOptions& options = p.options;
     const int64_t b = blockIdx.x;
+    const SamplingRow& options = p.rows[b];
+    const bool needed = p.needs(b, sampling_class::THRESHOLD);
+    pdl_wait();
+    if (!needed) return;
     uint64_t best, threshold = 0;
     if (!find_best<THRESHOLD_THREADS>(all_chunks + b * num_chunks, num_chunks, &best)) return;
     const LogitRow<T> row = p.row(b);
-    const TokenWeight weight{token_logit(best), p.rate};
-    if (histograms) threshold = top_p_by_histogram(row, p.V, histograms + b * WEIGHT_BINS, options.top_p, weight);
+    const TokenWeight weight{token_logit(best), options.rate};
+    if (p.needs(b, sampling_class::HISTOGRAM))
+        threshold = top_p_by_histogram(row, p.V, histograms + b * WEIGHT_BINS, options.top_p, weight);
     if (threshold == 0) {
         LogitThreshold kept{0, 0};
         if (options.top_k > 0 && options.top_k < p.V) kept = top_k_threshold(row, p.V, options.top_k);
@@ -205,8 +211,10 @@ __global__ void __launch_bounds__(CHUNK_THREADS, 8)
     const int64_t b = chunk.row;
     const int lane = int(threadIdx.x) % WARP;
     const int64_t begin = chunk.item * CHUNK + lane * LANE_TOKENS;
+    const SamplingRow& options = p.rows[min(b, B - 1)];
+    const bool needed = b < B && (options.classes & sampling_class::THRESHOLD) != 0;
     pdl_wait();
-    if (b >= B) return;
+    if (!needed) return;
     const Floats<LANE_TOKENS> x = p.row(b).template load<LANE_TOKENS>(begin);
     uint64_t best = 0;
     for (int c = lane; c < num_chunks; c += 4 * WARP)
@@ -215,7 +223,7 @@ __global__ void __launch_bounds__(CHUNK_THREADS, 8)
             best = max(best, all_chunks[b * num_chunks + min(c + i * WARP, num_chunks - 1)].best);
     best = warp_max(best);
     if (!isfinite(token_logit(best))) return;
-    const Filter filter{thresholds[b], {token_logit(best), p.rate}, p.options.min_p};
+    const Filter filter{thresholds[b], {token_logit(best), options.rate}, options.min_p};
     double sum = 0;
 #pragma unroll
     for (int i = 0; i < LANE_TOKENS; i++) sum += filter.kept(x[i], begin + i);

@@ -12,14 +12,22 @@ namespace sampling {
 // A chunk of a block is 4,096 tokens: the fewer chunks, the fewer candidates.
 constexpr int CANDIDATE_TOKENS = 16, CANDIDATE_CHUNK = FILTER_THREADS * CANDIDATE_TOKENS;
 
+// The row's candidates: k of each of its chunks. Rows have room for max_k of each.
+__device__ __forceinline__ uint64_t* candidates_of(uint64_t* candidates, int64_t b, int64_t num_chunks, int max_k) {
+    return candidates + b * num_chunks * max_k;
+}
+
 // The k most likely tokens of each chunk, in any order; 0 where a chunk has fewer.
 template <typename T>
 __global__ void __launch_bounds__(FILTER_THREADS)
-    candidates_kernel(const SamplingParams<T> p, ChunkSummary* chunks, uint64_t* candidates, int k) {
+    candidates_kernel(const SamplingParams<T> p, ChunkSummary* chunks, uint64_t* candidates, int max_k) {
     pdl_launch_dependents();
-    pdl_wait();
-    __shared__ int written;
     const int64_t b = blockIdx.x, chunk = b * gridDim.y + blockIdx.y;
+    const int k = p.rows[b].top_k;
+    const bool needed = p.needs(b, sampling_class::CANDIDATES);
+    pdl_wait();
+    if (!needed) return;
+    __shared__ int written;
     const int64_t begin = int64_t(blockIdx.y) * CANDIDATE_CHUNK;
     const LogitRow<T> row = p.row(b);
     const int count = int(min(int64_t(CANDIDATE_CHUNK), p.V - begin));
@@ -39,7 +47,7 @@ __global__ void __launch_bounds__(FILTER_THREADS)
             if (keys[i] != 0) visit(keys[i]);
     };
     const uint64_t threshold = count <= k ? 1 : threshold_of_k_largest<FILTER_THREADS, uint64_t>(k, for_each_key);
-    uint64_t* const to = candidates + chunk * k;
+    uint64_t* const to = candidates_of(candidates, b, gridDim.y, max_k) + int64_t(blockIdx.y) * k;
     for_each_key([&](uint64_t key) {
         if (key >= threshold) to[atomicAdd(&written, 1)] = key;
     });
@@ -84,10 +92,16 @@ __device__ inline int select_and_sort(uint64_t* kept, const uint64_t* candidates
 
 template <typename T>
 __global__ void __launch_bounds__(FILTER_THREADS)
-    sample_candidates_kernel(const SamplingParams<T> p, const ChunkSummary* all_chunks, const uint64_t* all_candidates,
-                             int num_chunks, int k) {
+    sample_candidates_kernel(const SamplingParams<T> p, const ChunkSummary* all_chunks, uint64_t* all_candidates,
+                             int num_chunks, int max_k) {
     pdl_launch_dependents();
+    const SamplingRow& options = p.rows[blockIdx.x];
+    const int k = options.top_k;
+    const double rate = options.rate, min_p = double(options.min_p);
+    const float top_p = options.top_p;
+    const bool needed = p.needs(blockIdx.x, sampling_class::CANDIDATES);
     pdl_wait();
+    if (!needed) return;
     constexpr int MAX_K = int(SAMPLING_FAST_TOP_K), PER = MAX_K / FILTER_THREADS;
     __shared__ uint64_t kept[MAX_K];
     __shared__ int limit;  // how many of the sorted tokens top_p and min_p leave
@@ -99,20 +113,20 @@ __global__ void __launch_bounds__(FILTER_THREADS)
     }
     if (threadIdx.x == 0) limit = MAX_K;
     const int num_candidates = num_chunks * k;
-    const int padded = select_and_sort(kept, all_candidates + b * num_candidates, num_candidates, k);
+    const int padded = select_and_sort(kept, candidates_of(all_candidates, b, num_chunks, max_k), num_candidates, k);
 
-    const TokenWeight weight{token_logit(best), p.rate};
+    const TokenWeight weight{token_logit(best), rate};
     const int first = int(threadIdx.x) * PER;
-    if (p.options.top_p < 1 || p.options.min_p > 0) {
+    if (top_p < 1 || min_p > 0) {
         double weights[PER], sums[PER];
 #pragma unroll
         for (int i = 0; i < PER; i++) sums[i] = weights[i] = first + i < k ? weight(token_logit(kept[first + i])) : 0.0;
-        const double total = block_inclusive_sums(sums), enough = double(p.options.top_p) * total;
+        const double total = block_inclusive_sums(sums), enough = double(top_p) * total;
 #pragma unroll
         for (int i = 0; i < PER; i++) {
             if (first + i >= k) continue;
-            if (p.options.top_p < 1 && sums[i] >= enough) atomicMin(&limit, first + i + 1);
-            if (weights[i] < double(p.options.min_p)) atomicMin(&limit, first + i);
+            if (top_p < 1 && sums[i] >= enough) atomicMin(&limit, first + i + 1);
+            if (weights[i] < min_p) atomicMin(&limit, first + i);
         }
     }
     __syncthreads();
