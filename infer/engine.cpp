@@ -193,11 +193,10 @@ void Engine::allocate(const InferenceWeights& model_weights) {
         *tensor = memory.at(e.offset, e.dtype, e.shape);
     }
     const int64_t N = tokens.shape[0], B = options.slots;
-    staging = std::make_unique<Staging>(cache.table_bytes() + ((2 + cache.num_groups()) * N + 10 * B + 9) * 4 +
-                                            (dynamic_rope ? table.bytes() : 0) + B * (6 * 4 + 2 * 8) +
-                                            sampling_rows.bytes() + bytes_of(seen) + bytes_of(masks) +
-                                            bytes_of(prompt_targets),
-                                        4);
+    staging = std::make_unique<Staging>(
+        cache.table_bytes() + ((2 + cache.num_groups()) * N + 10 * B + 9) * 4 + (dynamic_rope ? table.bytes() : 0) +
+            B * (6 * 4 + 2 * 8) + sampling_rows.bytes() + bytes_of(seen) + bytes_of(masks) + bytes_of(prompt_targets),
+        4);
     const int64_t top = B * options.top_logprobs, result_row = 2 * B + 2 * top;
     results = HostMemory(host_alloc(size_t(result_row) * 8), host_free);
     if (options.prompt_logprobs)

@@ -90,7 +90,7 @@ __device__ __forceinline__ bool find_task(const Arguments<T>& a, Task& t, SplitK
     const int tile = blockIdx.x - t.kv * a.query_tiles;
     t.head0 = t.kv * a.group + tile * HEADS;
     t.heads = min(HEADS, a.group - tile * HEADS);
-    const int position = a.positions[t.n], slot = a.slots[t.n];
+    const int position = load_kept(a.positions + t.n), slot = load_kept(a.slots + t.n);
     if (position < 0 || position >= a.page_columns * int64_t(KV_PAGE) || slot < 0 || slot >= a.num_slots) {  // finished
         T* const out = a.out + t.n * a.out_stride + int64_t(t.head0) * a.HS;
         pdl_wait();

@@ -138,19 +138,22 @@ class MmaSplit {
     }
 
     // Starts one group of copies: the tile, with zeros where it reaches beyond the cache; an empty group after the
-    // last.
+    // last. A tile of a window may begin in one page and end in the next.
     __device__ __forceinline__ void fetch(int stage, int tile) const {
-        constexpr int W = FULL_WIDTH<T>, PACKS = D / W;
+        constexpr int W = FULL_WIDTH<T>, PACKS = D / W, PAGE = int(KV_PAGE);
         static_assert(MMA_TILE_KEYS * PACKS % WARP == 0);
         if (tile < tiles) {
+            const int first = s.k.first + tile * MMA_TILE_KEYS, left = PAGE - first % PAGE;  // keys of the first page
+            const int64_t here = s.k.pages.row(first),
+                          next = left < MMA_TILE_KEYS ? s.k.pages.row(first + left) - left : here;
 #pragma unroll
             for (int i = 0; i < MMA_TILE_KEYS * PACKS / WARP; i++) {
                 const int pack = i * WARP + lane_id(), row = pack / PACKS, column = pack % PACKS * W;
                 const int key = tile * MMA_TILE_KEYS + row, to = row * PITCH<T, D> + column;
                 const bool inside = key < s.cached && column < s.HS;
-                const int64_t from = inside ? s.k.offset(key) + column : 0;
-                cp_async_16(keys(stage) + to, s.k.cache + from, inside);
-                cp_async_16(values(stage) + to, s.v + from, inside);
+                const int64_t from = inside ? ((row < left ? here : next) + row) * s.k.row + column : 0;
+                cp_async_16_once(keys(stage) + to, s.k.cache + from, inside);
+                cp_async_16_once(values(stage) + to, s.v + from, inside);
             }
         }
         cp_async_commit();

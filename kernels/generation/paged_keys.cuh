@@ -10,7 +10,5 @@ struct PagedKeys {
     SequencePages pages;
     int first;  // position of the split's first key
 
-    // Elements from `cache` to a key of the split.
-    __device__ __forceinline__ int64_t offset(int key) const { return pages.row(first + key) * row; }
-    __device__ __forceinline__ const T* at(int key) const { return cache + offset(key); }
+    __device__ __forceinline__ const T* at(int key) const { return cache + pages.row(first + key) * row; }
 };
