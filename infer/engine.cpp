@@ -86,6 +86,8 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
       lengths(size_t(options.slots), 0) {
     require(options.slots > 0 && options.context > 0, "engine: a batch of ", options.slots, " sequences of ",
             options.context, " tokens; both must be positive");
+    require(cache.pages_for(options.context) <= cache.pages_available(), "engine: a KV cache of ",
+            cache.pages_available(), " pages cannot hold a sequence of ", options.context, " tokens");
     require(config.positions != Positions::Learned || options.context <= config.max_positions, "a context of ",
             options.context, " tokens exceeds the model's position table of ", config.max_positions,
             " rows; use a shorter context");
@@ -125,7 +127,7 @@ void Engine::plan_memory() {
     keep(&iota, "iota", DType::I32, {N});
     keep(&cum_q, "cum_q", DType::I32, {B + 1});
     keep(&cum_k, "cum_k", DType::I32, {B + 1});
-    keep(&pass_slots, "pass_slots", DType::I32, {B});
+    for (Tensor* t : {&pass_slots, &copied_from, &copied_to}) keep(t, "pass_slots", DType::I32, {B});
     if (c.positions == Positions::RoPE)
         keep(&table, "rope_table", DType::F32, {dynamic_rope ? N : options.context, c.rotary_channels() / 2, 2});
     keep(&x, "x", T, {N, c.channels});
@@ -418,7 +420,7 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
         slots.push_back(static_cast<int32_t>(slot));
         most_tokens = std::max(most_tokens, n);
         most_keys = std::max(most_keys, past + n);
-        if (p.end == int64_t(p.prompt->tokens.size())) finished.push_back(q_ends.back() - 1);
+        finished.insert(finished.end(), size_t(p.sampled), q_ends.back() - 1);
     }
 
     staging->next();
@@ -538,7 +540,7 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
                 options.slots);
         require(!taken_slots[size_t(p.slot)], "engine: slot ", p.slot, " is given twice");
         taken_slots[size_t(p.slot)] = true;
-        require(n > 0, "the prompt has no tokens; give it at least one");
+        require(n > 0 || p.like >= 0, "the prompt has no tokens; give it at least one");
         require(n <= options.context - length(p.slot), "a sequence of ", length(p.slot) + n,
                 " tokens exceeds the context of ", options.context, "; shorten the prompt or raise --context");
         for (const int32_t id : p.tokens) {
@@ -559,13 +561,17 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
         require(!taken_slots[size_t(s.slot)], "engine: slot ", s.slot, " is still generating; retire() it first");
         continued.push_back(s);
     }
+    const std::vector<std::vector<const Prompt*>> groups = groups_of(prompts);
     batch.clear();
-    for (const Prompt& p : prompts) {
-        const bool logprobs = p.logprobs || p.top_logprobs > 0 || options.logprobs;
-        batch.push_back({p.slot, p.sequence, p.step, -1, false, row_of(p), logprobs, p.top_logprobs});
-        for (const int32_t id : p.tokens)
-            if (!seen_bits.empty()) set_bit(seen_bits[size_t(p.slot)], id);
-    }
+    for (const std::vector<const Prompt*>& group : groups)
+        for (const Prompt* p : group) {
+            for (const int32_t id : p->tokens)
+                if (!seen_bits.empty()) set_bit(seen_bits[size_t(p->slot)], id);
+            if (p->like >= 0 && !seen_bits.empty()) seen_bits[size_t(p->slot)] = seen_bits[size_t(p->like)];
+            const bool logprobs = p->logprobs || p->top_logprobs > 0 || options.logprobs;
+            if (!p->more)
+                batch.push_back({p->slot, p->sequence, p->step, -1, false, row_of(*p), logprobs, p->top_logprobs});
+        }
 
     // The chunks of a prompt do not depend on the other prompts. A pass holds at most one chunk of a prompt.
     const int64_t capacity = tokens.shape[0];
@@ -578,29 +584,83 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
         chunks.clear();
         used = finished_in_pass = 0;
     };
-    for (const Prompt& p : prompts) {
-        const int64_t n = int64_t(p.tokens.size());
-        prompt_losses.emplace_back(losses_begin, p.prompt_logprobs ? n - 1 : 0);
+    for (const std::vector<const Prompt*>& group : groups) {
+        const Prompt& p = *group[0];
+        const int64_t n = int64_t(p.tokens.size()), sampled = p.more ? 0 : int64_t(group.size());
+        prompt_losses.insert(prompt_losses.end(), size_t(sampled), {losses_begin, p.prompt_logprobs ? n - 1 : 0});
         const int64_t prompt_losses_at = p.prompt_logprobs ? losses_begin : -1;
         losses_begin += n;
         for (int64_t begin = 0; begin < n; begin += prompt_chunk_tokens()) {
             const int64_t end = std::min(begin + prompt_chunk_tokens(), n);
             const bool alone = options.batch_invariant && backend_device() != Device::CPU;
             if (used + end - begin > capacity || begin > 0 || alone) flush();
-            chunks.push_back({&p, begin, end, prompt_losses_at});
+            chunks.push_back({&p, begin, end, end == n ? sampled : 0, prompt_losses_at});
             used += end - begin;
-            finished_in_pass += end == n;
+            finished_in_pass += chunks.back().sampled;
         }
     }
     flush();
+    for (const std::vector<const Prompt*>& group : groups) fork(group[0]->slot, {group.begin() + 1, group.end()});
+    if (batch.empty()) {
+        batch = continued;
+        batch_changed = true;
+        return;
+    }
     upload_batch(false);
-    upload_slots(prompts);
+    for (const std::vector<const Prompt*>& group : groups)
+        if (!group[0]->more) upload_slots(group);
     compute_logits(last.rows(0, int64_t(batch.size())));
     sample(int64_t(batch.size()));
     queue_results(int64_t(batch.size()));
     queue[(steps_queued - 1) % 2].prompt_losses = prompt_losses;
     batch_changed = !continued.empty();
     batch.insert(batch.begin(), continued.begin(), continued.end());
+}
+
+// Each prompt that is computed, with those that are like it.
+std::vector<std::vector<const Prompt*>> Engine::groups_of(const std::vector<Prompt>& prompts) const {
+    std::vector<std::vector<const Prompt*>> groups;
+    for (const Prompt& p : prompts)
+        if (p.like < 0) groups.push_back({&p});
+    for (const Prompt& p : prompts) {
+        if (p.like < 0) continue;
+        const auto found =
+            std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g[0]->slot == p.like; });
+        require(found != groups.end() && !(*found)[0]->more, "engine: slot ", p.slot, " is like slot ", p.like,
+                ", whose prompt does not end here");
+        require(length(p.slot) == 0 && p.tokens.empty() && !p.more && !p.prompt_logprobs, "engine: slot ", p.slot,
+                " is like another: it must be empty, without tokens and logprobs of its own");
+        found->push_back(&p);
+    }
+    return groups;
+}
+
+// Gives empty slots the sequence of slot `from`: they share its whole pages; the last page and the states are copied.
+void Engine::fork(int64_t from, const std::vector<const Prompt*>& to) {
+    if (to.empty()) return;
+    for (const Prompt* p : to) {
+        cache.fork(from, p->slot, length(from));
+        states.copy(from, p->slot, stream);
+        lengths[size_t(p->slot)] = length(from);
+    }
+    for (int64_t g = 0; g < cache.num_groups(); g++) {
+        const KvCache::PageCopies& pages = cache.copies(g);
+        const int64_t n = int64_t(pages.from.size());
+        if (n == 0) continue;
+        staging->next();
+        const Tensor from_pages = copied_from.rows(0, n), to_pages = copied_to.rows(0, n);
+        staging->put(from_pages.data, pages.from.data(), from_pages.bytes(), stream);
+        staging->put(to_pages.data, pages.to.data(), to_pages.bytes(), stream);
+        const auto as_rows = [](const Tensor& t) {  // of whole pages
+            return make_tensor(t.data, t.dtype, t.device, {t.shape[0], t.shape[1] * t.shape[2], t.shape[3]});
+        };
+        for (int64_t l = 0; l < config.layers; l++) {
+            if (cache.group(l) != g) continue;
+            const Tensor k = as_rows(cache.layer(l).k), v = as_rows(cache.layer(l).v);
+            kv_copy(k, v, to_pages, k, v, from_pages, stream);
+        }
+    }
+    cache.clear_copies();
 }
 
 // Uploads the rows of a step. with_tokens: the last tokens are on the host and not in `ids` yet.
@@ -632,8 +692,9 @@ void Engine::upload_batch(bool with_tokens) {
 }
 
 // Uploads what sampling reads of a prompt's slot. The steps that follow keep it up to date on the device.
-void Engine::upload_slots(const std::vector<Prompt>& prompts) {
-    for (const Prompt& p : prompts) {
+void Engine::upload_slots(const std::vector<const Prompt*>& prompts) {
+    for (const Prompt* prompt : prompts) {
+        const Prompt& p = *prompt;
         const auto row = [&](const Tensor& t) { return t.rows(p.slot, p.slot + 1); };
         const auto put = [&](const Tensor& t, const std::vector<int32_t>& bits) {
             staging->put(row(t).data, bits.data(), row(t).bytes(), stream);
@@ -778,7 +839,11 @@ bool Engine::ready() const {
 
 bool Engine::has_room(const std::vector<Prompt>& prompts) const {
     int64_t missing = 0;
-    for (const Prompt& p : prompts) missing += cache.pages_missing(p.slot, length(p.slot) + int64_t(p.tokens.size()));
+    for (const std::vector<const Prompt*>& group : groups_of(prompts)) {
+        const int64_t slot = group[0]->slot, tokens = int64_t(group[0]->tokens.size());
+        missing += cache.pages_missing(slot, length(slot) + tokens);
+        if ((length(slot) + tokens) % KV_PAGE) missing += int64_t(group.size()) - 1;  // copies of the last page
+    }
     return missing <= cache.pages_available();
 }
 
@@ -787,6 +852,29 @@ bool Engine::has_room() const {
     for (const Sequence& s : batch)
         if (!s.retired) missing += cache.pages_missing(s.slot, length(s.slot) + 1);
     return missing <= cache.pages_available();
+}
+
+void Engine::suspend(int64_t slot) {
+    require(!pending(), "engine: suspend() before every queued step was read with next()");
+    const auto found = std::find_if(batch.begin(), batch.end(),
+                                    [&](const Sequence& s) { return s.slot == slot && !s.retired; });
+    require(found != batch.end(), "engine: slot ", slot, " is not generating");
+    suspended.emplace(slot, Suspended{*found, cache.save(slot, stream)});
+    batch.erase(found);
+    batch_changed = true;
+}
+
+bool Engine::can_resume(int64_t slot) const {
+    return cache.pages_of(suspended.at(slot).saved) <= cache.pages_available();
+}
+
+void Engine::resume(int64_t slot) {
+    require(!pending(), "engine: resume() before every queued step was read with next()");
+    require(suspended.count(slot), "engine: slot ", slot, " is not suspended");
+    cache.restore(slot, suspended.at(slot).saved, stream);
+    batch.push_back(suspended.at(slot).sequence);
+    suspended.erase(slot);
+    batch_changed = true;
 }
 
 // Removes the retired rows. The remaining rows are uploaded again: the host has read all of their tokens.
@@ -890,6 +978,9 @@ int64_t Engine::truncate(int64_t slot, int64_t kept) {
     require(kept >= 0 && kept <= length(slot), "engine: slot ", slot, " holds ", length(slot), " tokens, not ", kept);
     // A state cannot be rewound, and of a window the cache holds the last keys only.
     if (kept < length(slot) && (config.has_linear_attention() || !cache.holds(slot, kept))) kept = 0;
+    // A page that others share is not written.
+    if (kept < length(slot) && cache.ends_in_shared_page(slot, kept)) kept -= kept % KV_PAGE;
+    suspended.erase(slot);
     lengths[size_t(slot)] = kept;
     cache.cut(slot, kept);
     if (kept == 0 && !seen_bits.empty()) std::fill(seen_bits[size_t(slot)].begin(), seen_bits[size_t(slot)].end(), 0);

@@ -64,6 +64,10 @@ struct Prompt {
     int64_t slot = 0;
     std::vector<int32_t> tokens;
     int64_t sequence = 0, step = 0;
+    bool more = false;  // the rest comes with another prefill(): no token is sampled yet
+    // The slot of another prompt of the same call, which ends with it. This sequence has the same tokens from the
+    // beginning: its own slot is empty and `tokens` too, and it shares the other's pages.
+    int64_t like = -1;
     std::optional<SamplingOptions> sampling = {};  // none: those of EngineOptions
     std::vector<int32_t> mask = {};                // bit v%32 of word v/32: token v may be sampled; empty: all may
     std::vector<int32_t> completion = {};  // tokens of the completion so far, for presence and frequency penalty
@@ -113,8 +117,10 @@ class Engine {
         std::vector<std::vector<TokenLogprob>> prompt_top_logprobs;  // Prompt::top_logprobs for each of these tokens
     };
 
-    // Appends the prompts' tokens to their slots and queues a step that samples the token after each. decode() then
-    // continues these sequences and all earlier ones that were not retired. Every queued step must have been read.
+    // Appends the prompts' tokens to their slots and queues a step that samples the token after each, in the order of
+    // the prompts. decode() then continues these sequences and all earlier ones that were not retired. Every queued step
+    // must have been read. In the step, prompts `like` another follow it. If more tokens of all prompts are to come, no
+    // step is queued.
     // Throws Error for a slot that is given twice or is still generating, a prompt without tokens, a token outside the
     // vocabulary, a sequence that exceeds the context, more tokens in all than options.prompt_tokens, a mask that
     // allows no token, what the engine was not planned for, or prompts that the cache has too few free pages for
@@ -128,8 +134,20 @@ class Engine {
     bool ready() const;
     // Whether the cache has free pages for these prompts.
     bool has_room(const std::vector<Prompt>& prompts) const;
-    // Whether it has them for the next step of the active sequences. Retire and truncate() one to get more.
+    // Pages of the cache that a sequence of so many tokens takes, and how many are free.
+    int64_t pages_for(int64_t length_of_sequence) const { return cache.pages_for(length_of_sequence); }
+    int64_t pages_available() const { return cache.pages_available(); }
+    // Whether it has them for the next step of the active sequences. Retire and truncate() one to get more, or
+    // suspend() it.
     bool has_room() const;
+    // How many pages are in use.
+    int64_t pages_in_use() const { return cache.pages_in_use(); }
+
+    // Takes an active sequence out of the batch and keeps its keys and values on the host; resume() continues it with
+    // the same bits as soon as can_resume(). Its slot stays taken. Every queued step must have been read.
+    void suspend(int64_t slot);
+    void resume(int64_t slot);
+    bool can_resume(int64_t slot) const;
     // The oldest step that was not read yet. Valid until the next call. Throws Error if the logits were not finite.
     const Step& next();
     bool pending() const { return steps_queued > steps_read; }
@@ -168,6 +186,7 @@ class Engine {
     struct PromptChunk {
         const Prompt* prompt;
         int64_t begin, end;
+        int64_t sampled;  // sequences that sample the token after the chunk
         int64_t losses;  // where prompt_results has those of the prompt's tokens from the second one on; -1: not asked
     };
     // A step that is queued, with the host memory that receives its results.
@@ -204,6 +223,8 @@ class Engine {
     void count_weight_bytes();
     void prepare_graphs();
     void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished);
+    std::vector<std::vector<const Prompt*>> groups_of(const std::vector<Prompt>& prompts) const;
+    void fork(int64_t from, const std::vector<const Prompt*>& to);
     void grow(int64_t slot, int64_t by);
     void embed(Tensor hidden, Tensor token_ids, Tensor token_positions);
     void norm(Tensor out, Tensor inp, const NormWeights& w);
@@ -225,7 +246,7 @@ class Engine {
     }
     void check_prompt(const Prompt& prompt) const;
     void upload_batch(bool with_tokens);
-    void upload_slots(const std::vector<Prompt>& prompts);
+    void upload_slots(const std::vector<const Prompt*>& prompts);
     void score_prompts(const std::vector<PromptChunk>& chunks, const Tensor& hidden);
     void compact_batch();
     DecodeModel decode_model() const;
@@ -252,6 +273,7 @@ class Engine {
     Tensor tokens, positions, iota;   // [N] int32; iota: 0 … N − 1
     std::vector<Tensor> rows;         // [N] int32: of the new keys, by group of layers (infer/kv_cache.h)
     Tensor cum_q, cum_k, pass_slots;  // [slots + 1], [slots + 1], [slots] int32: of the chunks
+    Tensor copied_from, copied_to;  // [slots] int32: pages
     Tensor x, qkv, att, act;          // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
     Tensor normed, gate, linear_att;  // gated_linear: [N, C], [N, NKV] fp32, att before the head norm
     Tensor unnormed;                  // norms after attention and the MLP: [N, C], what they read
@@ -270,6 +292,11 @@ class Engine {
     Tensor top_values, top_ids, top_out, top_scratch;  // [B, top_logprobs] T, int32, fp32; bytes
     Tensor prompt_targets;                             // [N] int32: the token after each; IGNORE_TARGET at an end
 
+    struct Suspended {
+        Sequence sequence;
+        KvCache::Saved saved;
+    };
+    std::map<int64_t, Suspended> suspended;  // by slot
     std::vector<Sequence> batch;                  // the rows of a step
     bool batch_changed = false;                   // the rows on the device are not those of batch
     std::vector<int64_t> lengths;                 // by slot

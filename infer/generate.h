@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <functional>
 #include <optional>
 #include <string>
@@ -75,7 +76,15 @@ struct Request {
     std::vector<int32_t> context;  // the tokens in the context window: prompt and completion so far. After the end the
                                    // cache holds at most engine.length() tokens of context followed by `end`
     int32_t end = -1;              // the token that ended the completion and is not part of it; -1: none
-    int64_t top_logprobs = 0;      // as in Prompt
+    // As in Prompt.
+    std::optional<SamplingOptions> sampling = {};
+    std::vector<int32_t> mask = {};
+    bool logprobs = false;
+    int64_t top_logprobs = 0;
+    bool prompt_logprobs = false;
+    // Filled where prompt_logprobs is set, as in Engine::Step.
+    std::vector<float> prompt_token_logprobs = {};
+    std::vector<TokenLogprob> prompt_token_top_logprobs = {};
 };
 
 struct GenerateStatistics {
@@ -88,8 +97,7 @@ struct GenerateStatistics {
     void add(const GenerateStatistics& other);
 };
 
-// Completes all requests, as many at the same time as the engine has slots. A waiting request takes the slot of a
-// finished one. When interrupted() returns true, all completions end at the next step. done is called for each request
+// Completes all requests (infer/scheduler.h). When interrupted() returns true, all completions end at the next step. done is called for each request
 // that ends. Throws the Error of ContextPolicy::check() before it starts.
 GenerateStatistics generate(Engine& engine, std::vector<Request>& requests, const ContextPolicy& policy,
                             const std::function<bool()>& interrupted = {},

@@ -2,7 +2,7 @@
 
 namespace {
 
-int64_t pages_for(int64_t tokens) {
+int64_t pages_of_tokens(int64_t tokens) {
     return (tokens + KV_PAGE - 1) / KV_PAGE;
 }
 
@@ -15,7 +15,7 @@ int64_t aligned(int64_t bytes) {
 KvCache::KvCache(const ModelConfig& c, const KvCacheSize& size, DType type)
     : slots(size.slots),
       capacity(size.capacity),
-      columns(pages_for(size.capacity)),
+      columns(pages_of_tokens(size.capacity)),
       kv_heads(c.kv_heads),
       head_size(c.head_size),
       dtype(type) {
@@ -40,7 +40,7 @@ KvCache::KvCache(const ModelConfig& c, const KvCacheSize& size, DType type)
 int64_t KvCache::group_of(int64_t window, const KvCacheSize& size) {
     for (size_t i = 0; i < groups.size(); i++)
         if (groups[i].window == window) return int64_t(i);
-    Group g{window, PagePool(), std::vector<int32_t>(size_t(slots * columns), -1), {}, {}, {}};
+    Group g{window, PagePool(), std::vector<int32_t>(size_t(slots * columns), -1), {}, {}, {}, {}};
     g.first.assign(size_t(slots), 0);
     g.end.assign(size_t(slots), 0);
     g.pool = PagePool(pages_of(g, size));
@@ -54,8 +54,8 @@ int64_t KvCache::group_of(int64_t window, const KvCacheSize& size) {
 int64_t KvCache::pages_of(const Group& g, const KvCacheSize& size) const {
     const int64_t all = slots * columns;
     if (!g.window) return size.pages ? std::min(size.pages, all) : all;
-    const int64_t of_window = pages_for(g.window - 1 + STEPS_BACK) + 1;
-    return std::min(all, slots * (of_window + 1) + pages_for(size.pass_tokens));
+    const int64_t of_window = pages_of_tokens(g.window - 1 + STEPS_BACK) + 1;
+    return std::min(all, slots * (of_window + 1) + pages_of_tokens(size.pass_tokens));
 }
 
 int64_t KvCache::layer_bytes(const Layer& layer) const {
@@ -76,7 +76,7 @@ void KvCache::set_page(Group& g, int64_t slot, int64_t column, int32_t page) {
 
 int64_t KvCache::pages_missing(int64_t slot, int64_t length) const {
     const Group* const g = unlimited_group();
-    return g ? std::max<int64_t>(pages_for(length) - g->end[size_t(slot)], 0) : 0;
+    return g ? std::max<int64_t>(pages_of_tokens(length) - g->end[size_t(slot)], 0) : 0;
 }
 
 int64_t KvCache::pages_available() const {
@@ -92,10 +92,10 @@ const KvCache::Group* KvCache::unlimited_group() const {
 void KvCache::grow(int64_t slot, int64_t length) {
     require(length <= capacity, "a sequence of ", length, " tokens exceeds the KV cache's ", capacity);
     for (const Group& g : groups)
-        require(pages_for(length) - g.end[size_t(slot)] <= g.pool.available(), "the KV cache has ", g.pool.available(),
+        require(pages_of_tokens(length) - g.end[size_t(slot)] <= g.pool.available(), "the KV cache has ", g.pool.available(),
                 " free pages, too few for a sequence of ", length, " tokens");
     for (Group& g : groups)
-        for (int64_t& end = g.end[size_t(slot)]; end < pages_for(length); end++) set_page(g, slot, end, g.pool.take());
+        for (int64_t& end = g.end[size_t(slot)]; end < pages_of_tokens(length); end++) set_page(g, slot, end, g.pool.take());
 }
 
 void KvCache::forget(int64_t slot, int64_t length) {
@@ -112,13 +112,108 @@ void KvCache::forget(int64_t slot, int64_t length) {
 void KvCache::cut(int64_t slot, int64_t length) {
     for (Group& g : groups) {
         int64_t &first = g.first[size_t(slot)], &end = g.end[size_t(slot)];
-        while (end > std::max(first, pages_for(length))) {
+        while (end > std::max(first, pages_of_tokens(length))) {
             end--;
             g.pool.release(g.table[size_t(slot * columns + end)]);
             set_page(g, slot, end, -1);
         }
         if (length == 0) first = end = 0;
     }
+}
+
+void KvCache::fork(int64_t from, int64_t to, int64_t length) {
+    for (Group& g : groups) {
+        const int64_t first = g.first[size_t(from)], end = g.end[size_t(from)], whole = std::min(length / KV_PAGE, end);
+        require(g.end[size_t(to)] == 0, "slot ", to, " of the KV cache is not empty");
+        require(end - std::max(first, whole) <= g.pool.available(), "the KV cache has no free page for a copy");
+        g.first[size_t(to)] = first;
+        g.end[size_t(to)] = end;
+        for (int64_t column = first; column < end; column++) {
+            int32_t page = g.table[size_t(from * columns + column)];
+            if (column < whole) {
+                g.pool.share(page);
+            } else {
+                g.copies.from.push_back(page);
+                page = g.pool.take();
+                g.copies.to.push_back(page);
+            }
+            set_page(g, to, column, page);
+        }
+    }
+}
+
+void KvCache::clear_copies() {
+    for (Group& g : groups) {
+        g.copies.from.clear();
+        g.copies.to.clear();
+    }
+}
+
+bool KvCache::ends_in_shared_page(int64_t slot, int64_t length) const {
+    if (length % KV_PAGE == 0) return false;
+    return std::any_of(groups.begin(), groups.end(), [&](const Group& g) {
+        const int64_t column = length / KV_PAGE;
+        const bool has_page = column >= g.first[size_t(slot)] && column < g.end[size_t(slot)];
+        return has_page && g.pool.users_of(g.table[size_t(slot * columns + column)]) > 1;
+    });
+}
+
+// f(a page of k or v, [1, KV_PAGE, NKV, HS]; bytes from the start of Saved::bytes)
+template <typename F>
+void KvCache::for_each_page(int64_t slot, const Saved& saved, F f) const {
+    int64_t at = 0;
+    for (int64_t l = 0; l < int64_t(layers.size()); l++) {
+        if (layers[size_t(l)].group < 0) continue;
+        const Group& g = groups[size_t(layers[size_t(l)].group)];
+        const LayerCache cache = layer(l);
+        const auto [first, end] = saved.columns[size_t(layers[size_t(l)].group)];
+        for (const Tensor& t : {cache.k, cache.v})
+            for (int64_t column = first; column < end; column++) {
+                const int64_t page = g.table[size_t(slot * columns + column)];
+                f(t.rows(page, page + 1), at);
+                at += KV_PAGE * row_bytes();
+            }
+    }
+}
+
+KvCache::Saved KvCache::save(int64_t slot, Stream stream) {
+    Saved saved;
+    int64_t bytes = 0;
+    for (const Group& g : groups) saved.columns.emplace_back(g.first[size_t(slot)], g.end[size_t(slot)]);
+    for (const Layer& layer : layers) {
+        if (layer.group < 0) continue;
+        const auto [first, end] = saved.columns[size_t(layer.group)];
+        bytes += 2 * (end - first) * KV_PAGE * row_bytes();
+    }
+    saved.bytes.resize(size_t(bytes));
+    for_each_page(slot, saved, [&](const Tensor& page, int64_t at) {
+        copy_to_host(saved.bytes.data() + at, page.data, size_t(page.bytes()), stream);
+    });
+    cut(slot, 0);
+    return saved;
+}
+
+int64_t KvCache::pages_of(const Saved& saved) const {
+    for (size_t i = 0; i < groups.size(); i++)
+        if (!groups[i].window) return saved.columns[i].second - saved.columns[i].first;
+    return 0;
+}
+
+void KvCache::restore(int64_t slot, const Saved& saved, Stream stream) {
+    for (size_t i = 0; i < groups.size(); i++)
+        require(saved.columns[i].second - saved.columns[i].first <= groups[i].pool.available(),
+                "the KV cache has too few free pages for a sequence that was suspended");
+    for (size_t i = 0; i < groups.size(); i++) {
+        Group& g = groups[i];
+        g.first[size_t(slot)] = saved.columns[i].first;
+        g.end[size_t(slot)] = saved.columns[i].second;
+        for (int64_t column = saved.columns[i].first; column < saved.columns[i].second; column++)
+            set_page(g, slot, column, g.pool.take());
+    }
+    for_each_page(slot, saved, [&](const Tensor& page, int64_t at) {
+        copy_to_device(page.data, saved.bytes.data() + at, size_t(page.bytes()), stream);
+    });
+    synchronize(stream);  // the caller may free `saved`
 }
 
 bool KvCache::holds(int64_t slot, int64_t length) const {

@@ -43,6 +43,7 @@ class KvCache {
     // Pages of layers without a window: those that the slot lacks for `length` tokens, those that are free. There are
     // always enough for the others.
     int64_t pages_missing(int64_t slot, int64_t length) const;
+    int64_t pages_for(int64_t tokens) const { return unlimited_group() ? (tokens + KV_PAGE - 1) / KV_PAGE : 0; }
     int64_t pages_available() const;
     // Takes the pages that the slot's sequence needs to have `length` tokens. Throws Error if there are too few; then
     // nothing has changed.
@@ -51,6 +52,28 @@ class KvCache {
     void forget(int64_t slot, int64_t length);
     // Frees the pages of all tokens but the first `length`.
     void cut(int64_t slot, int64_t length);
+    // Gives the empty slot `to` the first `length` tokens, all that slot `from` holds. Whole pages are shared; of the
+    // last page, which grows, `to` gets one of its own, and copies() names it until the next call of clear_copies().
+    void fork(int64_t from, int64_t to, int64_t length);
+    struct PageCopies {
+        std::vector<int32_t> from, to;  // pages, of all layers of a group
+    };
+    const PageCopies& copies(int64_t group) const { return groups[size_t(group)].copies; }
+    void clear_copies();
+    // Whether the page of the last of `length` tokens is another slot's, too: it must not be written.
+    bool ends_in_shared_page(int64_t slot, int64_t length) const;
+
+    // Pages of a slot that were copied to the host.
+    struct Saved {
+        std::vector<std::pair<int64_t, int64_t>> columns;  // by group: first, end
+        std::vector<char> bytes;                           // by layer: k, then v, of each column
+    };
+    // Copies the slot's pages to the host and frees them; takes pages for them again. Both wait for the stream.
+    // restore() throws Error if there are too few free pages; then nothing has changed.
+    Saved save(int64_t slot, Stream stream);
+    void restore(int64_t slot, const Saved& saved, Stream stream);
+    int64_t pages_of(const Saved& saved) const;  // of layers without a window
+
     // Whether the keys that a token at position `length` sees are all there.
     bool holds(int64_t slot, int64_t length) const;
     int64_t pages_in_use() const;  // in all groups
@@ -87,11 +110,14 @@ class KvCache {
         std::vector<int32_t> table;       // as on the device; −1: no page
         std::vector<int64_t> first, end;  // by slot: its pages are those of the columns first … end − 1
         std::vector<int64_t> changed;     // indices of table
+        PageCopies copies;
     };
     int64_t row_bytes() const { return kv_heads * head_size * dtype_size(dtype); }  // of k or v
     int64_t group_of(int64_t window, const KvCacheSize& size);
     const Group* unlimited_group() const;  // of layers without a window; null: there are none
     int64_t pages_of(const Group& g, const KvCacheSize& size) const;
+    template <typename F>
+    void for_each_page(int64_t slot, const Saved& saved, F f) const;
     int64_t layer_bytes(const Layer& layer) const;  // of k or v
     void set_page(Group& g, int64_t slot, int64_t column, int32_t page);
     Tensor table(int64_t group) const;

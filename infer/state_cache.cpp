@@ -27,14 +27,27 @@ LinearAttentionState StateCache::layer(int64_t l, const Tensor& rows) const {
     return state;
 }
 
-void StateCache::clear(int64_t slot, Stream stream) const {
+// f(states of a layer, [slots, …])
+template <typename F>
+void StateCache::for_each_tensor(F f) const {
     for (size_t l = 0; l < offsets.size(); l++) {
         if (offsets[l].s < 0) continue;
         const LinearAttentionState state = layer(int64_t(l));
-        for (const Tensor& t : {state.s, state.z}) {
-            if (!t) continue;
-            const Tensor row = t.rows(slot, slot + 1);
-            device_fill(row.data, 0, size_t(row.bytes()), stream);
-        }
+        f(state.s);
+        if (state.z) f(state.z);
     }
+}
+
+void StateCache::clear(int64_t slot, Stream stream) const {
+    for_each_tensor([&](const Tensor& t) {
+        const Tensor row = t.rows(slot, slot + 1);
+        device_fill(row.data, 0, size_t(row.bytes()), stream);
+    });
+}
+
+void StateCache::copy(int64_t from, int64_t to, Stream stream) const {
+    for_each_tensor([&](const Tensor& t) {
+        const Tensor row = t.rows(from, from + 1);
+        device_copy(t.rows(to, to + 1).data, row.data, size_t(row.bytes()), stream);
+    });
 }

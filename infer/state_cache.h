@@ -23,8 +23,12 @@ class StateCache {
     LinearAttentionState layer(int64_t l, const Tensor& rows = {}) const;
     // Resets the slot's states to those of an empty sequence.
     void clear(int64_t slot, Stream stream) const;
+    void copy(int64_t from, int64_t to, Stream stream) const;  // a slot's states
 
   private:
+    template <typename F>
+    void for_each_tensor(F f) const;
+
     struct Offsets {
         int64_t s = -1, z = -1;  // bytes from the arena's start; −1: none
     };

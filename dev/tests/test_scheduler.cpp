@@ -1,0 +1,206 @@
+// Requests that arrive, wait, are cancelled, suspended and resumed, with options of their own: each has the tokens that
+// it has alone, and no page is lost.
+#include "infer/scheduler.h"
+
+#include <memory>
+#include <set>
+
+#include "dev/tests/generation_fixture.h"
+#include "dev/tests/test_util.h"
+#include "runtime/rng.h"
+
+namespace {
+
+int64_t random_below(uint64_t seed, uint64_t i, uint64_t j, int64_t n) {
+    return int64_t(philox(seed, i, j).v[0] % uint64_t(n));
+}
+
+// A request with its completion.
+struct Job {
+    CompletionOptions options;
+    std::unique_ptr<Completion> completion;
+    Request request;
+    int64_t arrival = 0, cancelled = -1;  // steps of the scheduler
+
+    Job(const std::vector<int32_t>& prompt, int64_t sequence, int64_t max_tokens) {
+        options.max_tokens = max_tokens;
+        completion = std::make_unique<Completion>(nullptr, options);
+        request.tokens = prompt;
+        request.sequence = sequence;
+        request.completion = completion.get();
+    }
+    Job(const Job& other) : Job(other.request.tokens, other.request.sequence, other.options.max_tokens) {
+        request.sampling = other.request.sampling;
+        request.mask = other.request.mask;
+    }
+};
+
+// Requests of one seed: prompts of up to `longest` tokens, some of them equal, with any sampling options.
+std::vector<std::unique_ptr<Job>> random_jobs(const ModelConfig& c, uint64_t seed, int64_t count, int64_t longest) {
+    std::vector<std::unique_ptr<Job>> jobs;
+    int64_t arrival = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const auto random = [&](uint64_t j, int64_t n) { return random_below(seed, uint64_t(i), j, n); };
+        const bool repeats = i > 0 && random(0, 3) == 0;
+        const std::vector<int32_t> prompt =
+            repeats ? jobs.back()->request.tokens
+                    : random_tokens(c, 1 + random(1, random(2, 3) ? 20 : longest), seed * 1000 + uint64_t(i));
+        jobs.push_back(std::make_unique<Job>(prompt, i, 1 + random(3, random(4, 2) ? 12 : 150)));
+        Job& job = *jobs.back();
+        job.arrival = repeats ? arrival : arrival += random(5, 3);
+        if (random(6, 8) == 0) job.cancelled = job.arrival + random(7, 20);
+        SamplingOptions o;
+        o.temperature = random(8, 3) ? 0.5f + 0.5f * float(random(9, 3)) : 0;
+        o.seed = uint64_t(random(10, 100));
+        if (random(11, 3) == 0) o.top_k = 1 + random(12, 20);
+        if (random(13, 3) == 0) o.top_p = 0.7f;
+        if (random(14, 3) == 0) o.repeat_penalty = 1.3f;
+        if (random(15, 3) == 0) o.frequency_penalty = 0.5f;
+        if (random(16, 3) == 0) o.presence_penalty = 0.5f;
+        if (random(17, 2)) job.request.sampling = o;
+        if (random(18, 5) == 0) {
+            job.request.mask.assign(size_t(c.vocab_size + 31) / 32, 0x55555555);
+        }
+    }
+    return jobs;
+}
+
+EngineOptions options_of(int64_t slots, int64_t context, int64_t pages) {
+    EngineOptions o = engine_options(slots, context, 1);
+    o.cache_pages = pages;
+    o.batch_invariant = true;
+    o.sampling_classes = sampling_class::ANY;
+    return o;
+}
+
+// Runs a schedule. Returns how many sequences were suspended.
+int64_t run_schedule(Engine& engine, const std::vector<std::unique_ptr<Job>>& jobs, int64_t chunk) {
+    std::set<int64_t> ended;
+    std::vector<int64_t> first_token(jobs.size(), -1);
+    Scheduler scheduler(engine, {}, [&](const Request& r) { EXPECT_TRUE(ended.insert(r.sequence).second); }, chunk);
+    size_t next = 0;
+    int64_t suspensions = 0;
+    bool more = true;
+    for (int64_t step = 0; more || next < jobs.size(); step++) {
+        for (; next < jobs.size() && jobs[next]->arrival <= step; next++) scheduler.add(jobs[next]->request);
+        for (size_t i = 0; i < next; i++)
+            if (jobs[i]->cancelled == step && !jobs[i]->completion->finish()) scheduler.cancel(jobs[i]->request);
+        more = scheduler.step();
+        suspensions = scheduler.suspensions();
+        EXPECT_LT(step, 100000) << "the schedule does not end";
+        if (testing::Test::HasFailure()) return suspensions;
+        for (size_t i = 0; i < next; i++)
+            if (first_token[i] < 0 && !jobs[i]->completion->tokens().empty()) first_token[i] = step;
+    }
+    EXPECT_EQ(ended.size(), jobs.size());
+    EXPECT_EQ(engine.pages_in_use(), 0);
+    // Requests start in the order of their arrival.
+    int64_t latest = -1;
+    for (size_t i = 0; i < jobs.size(); i++) {
+        if (first_token[i] < 0 || jobs[i]->request.tokens.size() > 100) continue;
+        EXPECT_GE(first_token[i] + 30, latest) << "request " << i << " started long before an earlier one";
+        latest = std::max(latest, first_token[i]);
+    }
+    return suspensions;
+}
+
+void check_alone(Engine& engine, const std::vector<std::unique_ptr<Job>>& jobs) {
+    for (size_t i = 0; i < jobs.size(); i++) {
+        Job alone(*jobs[i]);
+        Scheduler scheduler(engine, {});
+        scheduler.add(alone.request);
+        while (scheduler.step()) continue;
+        const std::vector<int32_t>&got = jobs[i]->completion->tokens(), &expected = alone.completion->tokens();
+        ASSERT_LE(got.size(), expected.size()) << "request " << i;
+        ASSERT_TRUE(std::equal(got.begin(), got.end(), expected.begin())) << "request " << i;
+        if (jobs[i]->completion->finish() == std::string("cancelled")) continue;
+        ASSERT_EQ(got, expected) << "request " << i;
+        ASSERT_STREQ(jobs[i]->completion->finish(), alone.completion->finish());
+    }
+}
+
+// Caches from too small to ample, and chunks that cut prompts. On a GPU in all dtypes.
+TEST_P(GenerationByType, EachRequestOfAScheduleHasTheTokensThatItHasAlone) {
+    const ModelConfig& c = driver.model.config;
+    int64_t suspensions = 0;
+    for (const DType dtype : generation_dtypes(c)) {
+        Driver d(c, training_shape(1, 8, dtype));
+        d.randomise(3);
+        for (const auto& [slots, pages, chunk] :
+             {std::tuple<int64_t, int64_t, int64_t>{6, 6, 128}, {3, 0, 0}, {8, 9, 256}}) {
+            SCOPED_TRACE(str(dtype_name(dtype), ", ", slots, " slots, ", pages, " pages"));
+            const std::vector<std::unique_ptr<Job>> jobs = random_jobs(c, uint64_t(slots), 20, 600);
+            Generation together(d.model, options_of(slots, 760, pages)), alone(d.model, options_of(1, 760, 0));
+            suspensions += run_schedule(together.engine, jobs, chunk);
+            check_alone(alone.engine, jobs);
+            if (HasFailure()) return;
+        }
+    }
+    EXPECT_TRUE(suspensions > 0 || c.has_linear_attention()) << "no cache was too small";
+}
+
+// Sequences of one prompt: one is computed, the others share its pages, and each samples with its own random numbers.
+TEST(Scheduler, EqualPromptsShareTheirPages) {
+    const ModelConfig c = long_config("SW");
+    Driver driver(c, training_shape(1, 8));
+    driver.randomise(3);
+    Generation together(driver.model, options_of(8, 500, 0)), alone(driver.model, options_of(1, 500, 0));
+    const std::vector<int32_t> prompt = random_tokens(c, 300, 5);
+    std::vector<std::unique_ptr<Job>> jobs;
+    for (int64_t i = 0; i < 8; i++) jobs.push_back(std::make_unique<Job>(prompt, i, 20));
+    Scheduler scheduler(together.engine, {}, {}, 128);
+    for (const auto& job : jobs) scheduler.add(job->request);
+    int64_t most = 0;
+    while (scheduler.step()) most = std::max(most, together.engine.pages_in_use());
+    EXPECT_EQ(scheduler.statistics.prompt_tokens, 300);
+    // Without a window: 2 shared pages, and a page of each sequence. With the window of 5: at most 2 pages of each.
+    EXPECT_LE(most, 2 + 8 + 2 * 8);
+    EXPECT_EQ(together.engine.pages_in_use(), 0);
+    check_alone(alone.engine, jobs);
+    std::set<std::vector<int32_t>> different;
+    for (const auto& job : jobs) different.insert(job->completion->tokens());
+    EXPECT_GT(different.size(), 4u);
+}
+
+// A long prompt that arrives delays a running sequence by one chunk at a time.
+TEST(Scheduler, RunningSequencesWaitForOneChunk) {
+    const ModelConfig c = long_config("SS");
+    Driver driver(c, training_shape(1, 8));
+    driver.randomise(3);
+    Generation g(driver.model, options_of(2, 700, 0));
+    Job running(random_tokens(c, 3, 1), 0, 40), late(random_tokens(c, 600, 2), 1, 5);
+    Scheduler scheduler(g.engine, {}, {}, 128);
+    scheduler.add(running.request);
+    for (int i = 0; i < 5; i++) scheduler.step();
+    scheduler.add(late.request);
+    int64_t steps = 0;
+    while (late.completion->tokens().empty()) {
+        const size_t before = running.completion->tokens().size();
+        scheduler.step();
+        EXPECT_GT(running.completion->tokens().size(), before);
+        steps++;
+    }
+    EXPECT_EQ(steps, 5);  // 4 chunks of 128 and the rest
+}
+
+TEST(Scheduler, InvalidArgumentsAreErrors) {
+    Driver driver(long_config(), training_shape(1, 8));
+    driver.randomise(3);
+    Generation g(driver.model, options_of(2, 40, 0));
+    expect_error([&] { Scheduler scheduler(g.engine, {}, {}, 100); },
+                 "a chunk of 100 tokens of prompts; it must be a positive multiple of 128");
+    Scheduler scheduler(g.engine, {});
+    Job empty({}, 0, 3), longer(random_tokens(driver.model.config, 41, 1), 1, 3);
+    expect_error([&] { scheduler.add(empty.request); }, "the prompt has no tokens; give it at least one");
+    EXPECT_THROW(scheduler.add(longer.request), Error);
+    EXPECT_FALSE(scheduler.step());
+    expect_error([&] { g.engine.suspend(0); }, "engine: slot 0 is not generating");
+    expect_error([&] { g.engine.resume(0); }, "engine: slot 0 is not suspended");
+    Prompt like{1, {}, 0, 0};
+    like.like = 0;
+    expect_error([&] { g.engine.prefill({like}); }, "engine: slot 1 is like slot 0, whose prompt does not end here");
+    expect_error([&] { Generation few(driver.model, options_of(2, 300, 2)); },
+                 "engine: a KV cache of 2 pages cannot hold a sequence of 300 tokens");
+}
+
+}  // namespace

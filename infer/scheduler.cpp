@@ -1,0 +1,281 @@
+#include "infer/scheduler.h"
+
+#include <algorithm>
+
+namespace {
+
+double seconds_since(std::chrono::steady_clock::time_point begin) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+// The tokens that stay when the context window slides.
+std::vector<int32_t> slid(const std::vector<int32_t>& tokens, int64_t context, const ContextPolicy& policy) {
+    std::vector<int32_t> kept(tokens.begin(), tokens.begin() + policy.keep_tokens);
+    kept.insert(kept.end(), tokens.end() - policy.tail(context), tokens.end());
+    return kept;
+}
+
+}  // namespace
+
+Scheduler::Scheduler(Engine& e, const ContextPolicy& p, std::function<void(const Request&)> on_end, int64_t chunk)
+    : engine(e),
+      policy(p),
+      done(std::move(on_end)),
+      chunk_tokens(chunk ? chunk : Engine::prompt_chunk_tokens()),
+      running(size_t(e.options.slots)) {
+    require(chunk_tokens > 0 && chunk_tokens % KV_PAGE == 0, "a chunk of ", chunk_tokens,
+            " tokens of prompts; it must be a positive multiple of ", KV_PAGE);
+    policy.check(engine.options.context, 0);
+}
+
+void Scheduler::add(Request& r) {
+    policy.check(engine.options.context, int64_t(r.tokens.size()));
+    require(!r.tokens.empty(), "the prompt has no tokens; give it at least one");
+    require(r.cached == 0 || running.size() == 1, "generate: cached tokens need an engine with one slot");
+    waiting.push_back({&r, arrivals++});
+}
+
+void Scheduler::cancel(Request& r, const char* reason) {
+    const auto found = std::find_if(waiting.begin(), waiting.end(), [&](const Waiting& w) { return w.request == &r; });
+    if (found != waiting.end()) {
+        waiting.erase(found);
+        r.completion->end(reason);
+        if (done) done(r);
+    }
+    for (size_t slot = 0; slot < running.size(); slot++) {
+        if (running[slot].request != &r) continue;
+        r.completion->end(reason);
+        finish(slot);
+    }
+}
+
+void Scheduler::cancel_all(const char* reason) {
+    while (engine.pending()) read_step();
+    for (size_t slot = 0; slot < running.size(); slot++)
+        if (running[slot].request) cancel(*running[slot].request, reason);
+    while (!waiting.empty()) cancel(*waiting.front().request, reason);
+}
+
+bool Scheduler::idle() const {
+    return std::none_of(running.begin(), running.end(), [](const Running& s) { return s.request; });
+}
+
+bool Scheduler::step() {
+    if (!engine.pending()) {
+        slide_or_end();
+        resume_suspended();
+        admit();
+        compute_chunk();
+        make_room();
+    }
+    while (engine.ready()) queue_step();
+    if (engine.pending()) read_step();
+    return !waiting.empty() || !idle() || engine.pending();
+}
+
+// Slots with a request, the oldest first.
+std::vector<size_t> Scheduler::by_arrival() const {
+    std::vector<size_t> slots;
+    for (size_t slot = 0; slot < running.size(); slot++)
+        if (running[slot].request) slots.push_back(slot);
+    std::sort(slots.begin(), slots.end(),
+              [&](size_t a, size_t b) { return running[a].arrival < running[b].arrival; });
+    return slots;
+}
+
+// Slides or ends the sequences that reached the context limit.
+void Scheduler::slide_or_end() {
+    for (size_t slot = 0; slot < running.size(); slot++) {
+        Running& s = running[slot];
+        if (!s.request || s.computing || s.suspended || engine.length(int64_t(slot)) < engine.options.context) continue;
+        if (!policy.slide) {
+            s.request->completion->end("context");
+            finish(slot);
+            continue;
+        }
+        engine.retire(int64_t(slot));
+        engine.truncate(int64_t(slot));
+        s.request->context = slid(s.request->context, engine.options.context, policy);
+        s.computing = true;
+        s.computed = 0;
+    }
+}
+
+void Scheduler::resume_suspended() {
+    for (const size_t slot : by_arrival()) {
+        Running& s = running[slot];
+        if (!s.suspended) continue;
+        if (!engine.can_resume(int64_t(slot))) return;
+        engine.resume(int64_t(slot));
+        s.suspended = false;
+        if (engine.has_room()) continue;
+        engine.suspend(int64_t(slot));  // there is no page for its next token yet
+        s.suspended = true;
+        return;
+    }
+}
+
+// Pages that prompts which are being computed still need.
+int64_t Scheduler::pages_promised() const {
+    int64_t pages = 0;
+    for (const Running& s : running) {
+        if (!s.request || !s.computing) continue;
+        const int64_t tokens = int64_t(s.request->context.size());
+        pages += s.like >= 0 ? 1 : engine.pages_for(tokens) - engine.pages_for(s.computed);
+    }
+    return pages;
+}
+
+void Scheduler::admit() {
+    if (std::any_of(running.begin(), running.end(), [](const Running& s) { return s.suspended; })) return;
+    for (size_t slot = 0; slot < running.size() && !waiting.empty(); slot++) {
+        if (running[slot].request) continue;
+        const Waiting next = waiting.front();
+        place(slot, *next.request, next.arrival);
+        if (!idle() && pages_promised() > engine.pages_available()) {
+            running[slot] = {};
+            engine.truncate(int64_t(slot));
+            if (!idle()) return;  // it starts when others have ended
+            place(slot, *next.request, next.arrival);
+        }
+        waiting.pop_front();
+    }
+}
+
+void Scheduler::place(size_t slot, Request& r, int64_t arrival) {
+    const int64_t capacity = engine.options.context, n = int64_t(r.tokens.size());
+    const bool started = !r.completion->tokens().empty();
+    if (!started) r.context = n > capacity ? slid(r.tokens, capacity, policy) : r.tokens;
+    const int64_t cached = n > capacity ? 0 : std::min({r.cached, n - 1, engine.length(int64_t(slot))});
+    const int64_t kept = engine.truncate(int64_t(slot), std::max<int64_t>(cached, 0));
+    Running s{&r, arrival, kept, true, false, -1};
+    for (size_t other = 0; other < running.size() && kept == 0 && !r.prompt_logprobs; other++) {
+        const Running& o = running[other];
+        if (o.request && o.computing && o.like < 0 && o.request->context == r.context) s.like = int64_t(other);
+    }
+    running[slot] = s;
+}
+
+// The tokens [begin, end) of the context of a slot's request.
+Prompt Scheduler::prompt_of(size_t slot, int64_t begin, int64_t end) const {
+    const Request& r = *running[slot].request;
+    Prompt p;
+    p.slot = int64_t(slot);
+    p.tokens.assign(r.context.begin() + begin, r.context.begin() + end);
+    p.more = end < int64_t(r.context.size());
+    p.sequence = r.sequence;
+    p.completion = r.completion->tokens();
+    p.step = int64_t(p.completion.size());
+    p.sampling = r.sampling;
+    p.mask = r.mask;
+    p.logprobs = r.logprobs;
+    p.top_logprobs = r.top_logprobs;
+    p.prompt_logprobs = r.prompt_logprobs;
+    return p;
+}
+
+// Chunks end where pages do, so that the bits of a prompt do not depend on what else is computed.
+void Scheduler::compute_chunk() {
+    std::vector<Prompt> prompts;
+    int64_t left = std::min(chunk_tokens, engine.options.prompt_tokens);
+    for (const size_t slot : by_arrival()) {
+        Running& s = running[slot];
+        if (!s.computing || s.like >= 0) continue;
+        const int64_t size = int64_t(s.request->context.size());
+        const int64_t end = size - s.computed <= left ? size : (s.computed + left) / KV_PAGE * KV_PAGE;
+        if (end <= s.computed) break;
+        prompts.push_back(prompt_of(slot, s.computed, end));
+        left -= end - s.computed;
+        statistics.prompt_tokens += end - s.computed;
+        s.computed = end;
+        if (end < size) break;
+        s.computing = false;
+        for (size_t other = 0; other < running.size(); other++) {
+            Running& o = running[other];
+            if (!o.request || !o.computing || o.like != int64_t(slot)) continue;
+            prompts.push_back(prompt_of(other, size, size));
+            prompts.back().like = int64_t(slot);
+            o.computing = false;
+            o.like = -1;
+        }
+    }
+    if (prompts.empty()) return;
+    const auto begin = Clock::now();
+    engine.prefill(prompts);
+    if (engine.pending()) read_step();
+    statistics.prefill_seconds += seconds_since(begin);
+}
+
+// Suspends the youngest sequences until there is a page for each of the others' next token.
+void Scheduler::make_room() {
+    while (!engine.has_room() || pages_promised() > engine.pages_available()) {
+        const std::vector<size_t> slots = by_arrival();
+        const auto youngest = std::find_if(slots.rbegin(), slots.rend(), [&](size_t slot) {
+            return !running[slot].suspended;
+        });
+        if (youngest == slots.rend()) return;
+        give_up(*youngest);
+    }
+}
+
+// A sequence that generates is suspended; one whose prompt is being computed waits again.
+void Scheduler::give_up(size_t slot) {
+    Running& s = running[slot];
+    if (!s.computing) {
+        engine.suspend(int64_t(slot));
+        s.suspended = true;
+        times_suspended++;
+        return;
+    }
+    for (Running& o : running)
+        if (o.request && o.like == int64_t(slot)) o.like = -1;
+    engine.truncate(int64_t(slot));
+    waiting.push_front({s.request, s.arrival});
+    s = {};
+}
+
+void Scheduler::queue_step() {
+    statistics.step_bytes += engine.step_bytes();
+    statistics.step_sequences += engine.active();
+    statistics.steps++;
+    if (!decoding) decode_begin = Clock::now();
+    decoding = true;
+    engine.decode();
+}
+
+void Scheduler::read_step() {
+    const Engine::Step& s = engine.next();
+    for (size_t i = 0; i < s.tokens.size(); i++) {
+        const size_t slot = size_t(s.slots[i]);
+        Request* const r = running[slot].request;
+        if (!r) continue;  // it ended while this step was queued
+        statistics.decode_tokens += decoding;
+        const size_t before = r->completion->tokens().size();
+        if (before == 0 && r->prompt_logprobs) {
+            r->prompt_token_logprobs = s.prompt_logprobs[i];
+            r->prompt_token_top_logprobs = s.prompt_top_logprobs[i];
+        }
+        const bool ended = r->completion->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i], s.top_logprobs[i]);
+        const bool appended = r->completion->tokens().size() > before;
+        statistics.completion_tokens += appended;
+        if (appended) r->context.push_back(s.tokens[i]);
+        if (!ended) continue;
+        if (!appended) r->end = s.tokens[i];
+        finish(slot);
+    }
+    if (decoding && !engine.pending()) {
+        statistics.decode_seconds += seconds_since(decode_begin);
+        decoding = false;
+    }
+}
+
+// Frees the slot. With one slot its tokens stay in the cache: the next request may begin with them.
+void Scheduler::finish(size_t slot) {
+    const Request& r = *running[slot].request;
+    for (Running& o : running)
+        if (o.request && o.like == int64_t(slot)) o.like = -1;
+    running[slot] = {};
+    engine.retire(int64_t(slot));
+    if (running.size() > 1) engine.truncate(int64_t(slot));
+    if (done) done(r);
+}

@@ -1,0 +1,78 @@
+// Completes requests that arrive at any time on one engine.
+//
+//     Scheduler scheduler(engine, policy);
+//     scheduler.add(request);          at any time; request.completion grows, and ends
+//     while (scheduler.step()) ...     until every request has ended
+//
+// Requests start in the order of their arrival. One that the cache has no pages for waits, and so do those after it.
+// Prompts are computed in chunks between decode steps (continuous batching, Yu et al. 2022, "Orca"; chunked prefill,
+// Agrawal et al. 2024, "Sarathi-Serve"): a running sequence waits for at most one chunk. Where a step lacks pages, the
+// youngest sequence is suspended: its keys and values go to the host, and it continues with the same bits before any
+// waiting request starts. A request whose prompt is being computed for an earlier one shares its pages.
+//
+// What a request samples does not depend on the others (infer/engine.h).
+#pragma once
+
+#include <deque>
+#include <optional>
+
+#include "infer/generate.h"
+
+class Scheduler {
+  public:
+    // chunk_tokens: most tokens of prompts between two decode steps, a multiple of KV_PAGE; 0:
+    // Engine::prompt_chunk_tokens(). done is called for each request that ends; it must not call the scheduler.
+    Scheduler(Engine& engine, const ContextPolicy& policy, std::function<void(const Request&)> done = {},
+              int64_t chunk_tokens = 0);
+
+    // The request must live, and stay where it is, until it has ended. Throws the Error of ContextPolicy::check().
+    void add(Request& request);
+    // Ends a request that has not ended, with what it has generated; its step in flight is discarded.
+    void cancel(Request& request, const char* reason = "cancelled");
+    void cancel_all(const char* reason);
+    // Starts what can start, computes at most one chunk of prompts, queues decode steps and reads one. Returns whether
+    // there is more to do.
+    bool step();
+
+    GenerateStatistics statistics;
+    int64_t suspensions() const { return times_suspended; }  // of sequences, so far
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    struct Running {
+        Request* request = nullptr;  // null: the slot is free
+        int64_t arrival = 0;
+        int64_t computed = 0;   // tokens of request->context in the cache, while the prompt is computed
+        bool computing = false;
+        bool suspended = false;
+        int64_t like = -1;      // the slot that computes the same prompt
+    };
+    bool idle() const;
+    void slide_or_end();
+    void resume_suspended();
+    void admit();
+    void place(size_t slot, Request& request, int64_t arrival);
+    int64_t pages_promised() const;
+    void compute_chunk();
+    void make_room();
+    void give_up(size_t slot);
+    Prompt prompt_of(size_t slot, int64_t begin, int64_t end) const;
+    void queue_step();
+    void read_step();
+    void finish(size_t slot);
+    std::vector<size_t> by_arrival() const;
+
+    Engine& engine;
+    const ContextPolicy policy;
+    const std::function<void(const Request&)> done;
+    const int64_t chunk_tokens;
+    std::vector<Running> running;  // by slot
+    struct Waiting {
+        Request* request;
+        int64_t arrival;
+    };
+    std::deque<Waiting> waiting;
+    int64_t arrivals = 0, times_suspended = 0;
+    bool decoding = false;  // decode steps are queued since decode_begin
+    Clock::time_point decode_begin;
+};
