@@ -833,8 +833,9 @@ bool Engine::ready() const {
     const bool sparse = 2 * active() <= int64_t(batch.size());
     if (active() == 0 || steps_queued - steps_read >= steps_ahead() || (pending() && (batch_changed || sparse)))
         return false;
-    return has_room() && std::all_of(batch.begin(), batch.end(),
-                                     [&](const Sequence& s) { return s.retired || length(s.slot) < options.context; });
+    return pages_missing() <= pages_available() && std::all_of(batch.begin(), batch.end(), [&](const Sequence& s) {
+               return s.retired || length(s.slot) < options.context;
+           });
 }
 
 bool Engine::has_room(const std::vector<Prompt>& prompts) const {
@@ -847,11 +848,11 @@ bool Engine::has_room(const std::vector<Prompt>& prompts) const {
     return missing <= cache.pages_available();
 }
 
-bool Engine::has_room() const {
+int64_t Engine::pages_missing() const {
     int64_t missing = 0;
     for (const Sequence& s : batch)
         if (!s.retired) missing += cache.pages_missing(s.slot, length(s.slot) + 1);
-    return missing <= cache.pages_available();
+    return missing;
 }
 
 void Engine::suspend(int64_t slot) {

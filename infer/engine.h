@@ -137,9 +137,9 @@ class Engine {
     // Pages of the cache that a sequence of so many tokens takes, and how many are free.
     int64_t pages_for(int64_t length_of_sequence) const { return cache.pages_for(length_of_sequence); }
     int64_t pages_available() const { return cache.pages_available(); }
-    // Whether it has them for the next step of the active sequences. Retire and truncate() one to get more, or
-    // suspend() it.
-    bool has_room() const;
+    // Pages that the next step of the active sequences takes. Where there are fewer, no step is ready: retire() and
+    // truncate() a sequence to get more, or suspend() it.
+    int64_t pages_missing() const;
     // How many pages are in use.
     int64_t pages_in_use() const { return cache.pages_in_use(); }
 

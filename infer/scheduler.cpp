@@ -65,6 +65,7 @@ bool Scheduler::step() {
         slide_or_end();
         resume_suspended();
         admit();
+        make_room();
         compute_chunk();
         make_room();
     }
@@ -108,7 +109,7 @@ void Scheduler::resume_suspended() {
         if (!engine.can_resume(int64_t(slot))) return;
         engine.resume(int64_t(slot));
         s.suspended = false;
-        if (engine.has_room()) continue;
+        if (has_room()) continue;
         engine.suspend(int64_t(slot));  // there is no page for its next token yet
         s.suspended = true;
         return;
@@ -126,17 +127,21 @@ int64_t Scheduler::pages_promised() const {
     return pages;
 }
 
+// Whether there are pages for the next step and for the prompts that are being computed.
+bool Scheduler::has_room() const {
+    return engine.pages_missing() + pages_promised() <= engine.pages_available();
+}
+
 void Scheduler::admit() {
     if (std::any_of(running.begin(), running.end(), [](const Running& s) { return s.suspended; })) return;
     for (size_t slot = 0; slot < running.size() && !waiting.empty(); slot++) {
         if (running[slot].request) continue;
         const Waiting next = waiting.front();
         place(slot, *next.request, next.arrival);
-        if (!idle() && pages_promised() > engine.pages_available()) {
+        if (!has_room()) {  // it starts when others have ended
             running[slot] = {};
             engine.truncate(int64_t(slot));
-            if (!idle()) return;  // it starts when others have ended
-            place(slot, *next.request, next.arrival);
+            return;
         }
         waiting.pop_front();
     }
@@ -208,7 +213,7 @@ void Scheduler::compute_chunk() {
 
 // Suspends the youngest sequences until there is a page for each of the others' next token.
 void Scheduler::make_room() {
-    while (!engine.has_room() || pages_promised() > engine.pages_available()) {
+    while (!has_room()) {
         const std::vector<size_t> slots = by_arrival();
         const auto youngest = std::find_if(slots.rbegin(), slots.rend(), [&](size_t slot) {
             return !running[slot].suspended;

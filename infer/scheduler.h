@@ -53,6 +53,7 @@ class Scheduler {
     void admit();
     void place(size_t slot, Request& request, int64_t arrival);
     int64_t pages_promised() const;
+    bool has_room() const;
     void compute_chunk();
     void make_room();
     void give_up(size_t slot);

@@ -634,12 +634,13 @@ TEST(Engine, SequencesShareTheCachesPages) {
     EXPECT_TRUE(small.engine.has_room(prompts));
     EXPECT_EQ(small.prefill(prompts), large.prefill(prompts));
     for (int step = 0; step < 2; step++) EXPECT_EQ(small.decode(), large.decode());
-    EXPECT_FALSE(small.engine.has_room());  // sequence 1 has 256 tokens
+    EXPECT_EQ(small.engine.pages_missing(), 1);  // sequence 1 has 256 tokens
+    EXPECT_EQ(small.engine.pages_available(), 0);
     EXPECT_FALSE(small.engine.ready());
     expect_error([&] { small.engine.decode(); }, "engine: decode() while not ready()");
     small.engine.retire(2);
     large.engine.retire(2);
-    EXPECT_FALSE(small.engine.has_room());
+    EXPECT_FALSE(small.engine.ready());
     EXPECT_EQ(small.engine.truncate(2), 0);
     for (int step = 0; step < 6; step++) {
         ASSERT_TRUE(small.engine.ready());
