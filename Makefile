@@ -230,6 +230,7 @@ $(BUILD)/%/jumbo.cpp: FORCE
 	@mkdir -p $(@D)
 	@printf '#include "%s"\n' $(call jumbo_sources,$*) | cmp -s - $@ || printf '#include "%s"\n' $(call jumbo_sources,$*) > $@
 
+PRECOMPILED := $(BUILD)/dev/gtest.h.gch
 # Tests and options take longer to compile than to run, under sanitizers several times as long. What loops over tensors,
 # files and text is worth optimising there too. In the normal build -O1 halves the time that tests take to compile; with
 # -O0 the oracle's loops would lose more than that saves.
@@ -237,7 +238,7 @@ ifneq ($(DEBUG),)
 else ifneq ($(SANITIZE),)
 # Checks of every pointer take a quarter of the time that tests compile in, and the address sanitizer finds most of what
 # they find: they are for the program's own sources only.
-$(BUILD)/dev/tests/%.cpp.o: private SANITIZER += $(if $(findstring undefined,$(SANITIZE)),-fno-sanitize=null$(COMMA)alignment$(COMMA)vptr)
+$(BUILD)/dev/tests/%.cpp.o $(PRECOMPILED): private SANITIZER += $(if $(findstring undefined,$(SANITIZE)),-fno-sanitize=null$(COMMA)alignment$(COMMA)vptr)
 # Of dev the random inputs of all tests, and the tests with the oracle's longest loops: they gain more time than the
 # compiler takes.
 SLOW_TESTS := test_util test_model test_linear_attention test_attention test_decode_step test_matmul_fp8 test_linear \
@@ -248,11 +249,20 @@ $(foreach hot,kernels tensor_library runtime data,$(BUILD)/$(hot)/%.cpp.o) $(SLO
 $(BUILD)/kernels/cpu/%.cpp.o $(BUILD)/runtime/normal.cpp.o $(BUILD)/kernels/attention/attention.cpp.o: \
     private OPTIMISE := -O2 -ffp-contract=off -g1 -fno-omit-frame-pointer
 else
-$(BUILD)/dev/tests/test_%.cpp.o: private OPTIMISE := -O1
+$(BUILD)/dev/tests/test_%.cpp.o $(PRECOMPILED): private OPTIMISE := -O1
 # Options and config files: no hot code, and with -O1 the templates of CLI11 and nlohmann/json compile in two thirds of
 # the time.
 $(foreach cold,commands models,$(BUILD)/$(cold)/%.cpp.o): private OPTIMISE := -O1
 endif
+# GoogleTest's header takes a third of the time that a test compiles in, so it is compiled once, with the flags of most.
+PRECOMPILED_TESTS := $(patsubst dev/tests/%,$(BUILD)/dev/tests/%.o,$(filter-out $(SLOW_TESTS:%=dev/tests/%.cpp),$(wildcard dev/tests/test_*.cpp)))
+$(PRECOMPILED_TESTS): private PREPROCESS += -include $(PRECOMPILED:.gch=)
+$(PRECOMPILED_TESTS): $(PRECOMPILED)
+$(PRECOMPILED): $(BUILD)/flags
+	@mkdir -p $(@D)
+	@echo '#include <gtest/gtest.h>' >$(@:.gch=)
+	$(Q)$(COMPILE) $(PREPROCESS) $(CPPFLAGS) -x c++-header $(@:.gch=) -o $@
+
 $(BUILD)/kernels/matmul.cpp.o: private PREPROCESS += $(ONEDNN_FLAGS)
 $(BUILD)/kernels/matmul.cpp.o: $(BUILD)/onednn
 $(BUILD)/runtime/communication/comm_%.o: private PREPROCESS += $(TRANSPORT_FLAGS)
