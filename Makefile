@@ -171,7 +171,9 @@ else ifeq ($(BACKEND),cpu)
     $(info Building without oneDNN: matmuls use the built-in GEMM, which is slower (`make deps` installs oneDNN).)
   endif
   # Open MPI's compiler tells where it is, MPICH's package does.
-  MPI ?= $(shell mpicc --showme:version >/dev/null 2>&1 && echo openmpi || { pkg-config --exists mpich 2>/dev/null && echo mpich; })
+  ifeq ($(origin MPI),undefined)
+    MPI := $(shell mpicc --showme:version >/dev/null 2>&1 && echo openmpi || { pkg-config --exists mpich 2>/dev/null && echo mpich; })
+  endif
   TRANSPORT := $(if $(filter-out no,$(MPI)),mpi,none)
   TRANSPORT_FLAGS := $(if $(filter openmpi,$(MPI)),$(shell mpicc --showme:compile))$(if $(filter mpich,$(MPI)),$(shell pkg-config --cflags mpich))
   TRANSPORT_FLAGS := $(patsubst -I%,-isystem %,$(TRANSPORT_FLAGS))
