@@ -602,8 +602,8 @@ class HostileTemplate {
     Random random;
 };
 
-// No template takes more than 10 seconds or 256 MB. Where a sanitizer watches, each takes ten times as long; what it finds
-// shows in few rounds of a loop, and other templates reach each limit.
+// No template takes more than 10 seconds or 256 MB. Where a sanitizer watches, each takes ten times as long; what it
+// finds shows in few rounds of a loop, and other templates reach each limit.
 TEST_F(Fuzz, TemplatesCostLittle) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
     constexpr double SECONDS = 100;

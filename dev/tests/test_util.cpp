@@ -49,8 +49,8 @@ TestArray TestArray::of(DType dtype, const std::vector<double>& values, std::ini
 
 namespace {
 
-// The first n random numbers of a seed. Under a sanitizer they take longer than many a kernel, and tests ask for the same
-// ones again and again.
+// The first n random numbers of a seed. Under a sanitizer they take longer than many a kernel, and tests ask for the
+// same ones again and again.
 std::vector<double> random_numbers(uint64_t seed, size_t n) {
     constexpr size_t KEPT = 8 << 20;  // numbers
     static thread_local std::map<uint64_t, std::vector<float>> known;
