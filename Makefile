@@ -171,7 +171,9 @@ else ifeq ($(BACKEND),cpu)
     $(info Building without oneDNN: matmuls use the built-in GEMM, which is slower (`make deps` installs oneDNN).)
   endif
   # Open MPI's compiler tells where it is, MPICH's package does.
-  MPI ?= $(shell mpicc --showme:version >/dev/null 2>&1 && echo openmpi || { pkg-config --exists mpich 2>/dev/null && echo mpich; })
+  ifeq ($(origin MPI),undefined)
+    MPI := $(shell mpicc --showme:version >/dev/null 2>&1 && echo openmpi || { pkg-config --exists mpich 2>/dev/null && echo mpich; })
+  endif
   TRANSPORT := $(if $(filter-out no,$(MPI)),mpi,none)
   TRANSPORT_FLAGS := $(if $(filter openmpi,$(MPI)),$(shell mpicc --showme:compile))$(if $(filter mpich,$(MPI)),$(shell pkg-config --cflags mpich))
   TRANSPORT_FLAGS := $(patsubst -I%,-isystem %,$(TRANSPORT_FLAGS))
@@ -230,6 +232,7 @@ $(BUILD)/%/jumbo.cpp: FORCE
 	@mkdir -p $(@D)
 	@printf '#include "%s"\n' $(call jumbo_sources,$*) | cmp -s - $@ || printf '#include "%s"\n' $(call jumbo_sources,$*) > $@
 
+PRECOMPILED := $(BUILD)/dev/gtest.h.gch
 # Tests and options take longer to compile than to run, under sanitizers several times as long. What loops over tensors,
 # files and text is worth optimising there too. In the normal build -O1 halves the time that tests take to compile; with
 # -O0 the oracle's loops would lose more than that saves.
@@ -237,7 +240,7 @@ ifneq ($(DEBUG),)
 else ifneq ($(SANITIZE),)
 # Checks of every pointer take a quarter of the time that tests compile in, and the address sanitizer finds most of what
 # they find: they are for the program's own sources only.
-$(BUILD)/dev/tests/%.cpp.o: private SANITIZER += $(if $(findstring undefined,$(SANITIZE)),-fno-sanitize=null$(COMMA)alignment$(COMMA)vptr)
+$(BUILD)/dev/tests/%.cpp.o $(PRECOMPILED): private SANITIZER += $(if $(findstring undefined,$(SANITIZE)),-fno-sanitize=null$(COMMA)alignment$(COMMA)vptr)
 # Of dev the random inputs of all tests, and the tests with the oracle's longest loops: they gain more time than the
 # compiler takes.
 SLOW_TESTS := test_util test_model test_linear_attention test_attention test_decode_step test_matmul_fp8 test_linear \
@@ -248,11 +251,20 @@ $(foreach hot,kernels tensor_library runtime data,$(BUILD)/$(hot)/%.cpp.o) $(SLO
 $(BUILD)/kernels/cpu/%.cpp.o $(BUILD)/runtime/normal.cpp.o $(BUILD)/kernels/attention/attention.cpp.o: \
     private OPTIMISE := -O2 -ffp-contract=off -g1 -fno-omit-frame-pointer
 else
-$(BUILD)/dev/tests/test_%.cpp.o: private OPTIMISE := -O1
+$(BUILD)/dev/tests/test_%.cpp.o $(PRECOMPILED): private OPTIMISE := -O1
 # Options and config files: no hot code, and with -O1 the templates of CLI11 and nlohmann/json compile in two thirds of
 # the time.
 $(foreach cold,commands models,$(BUILD)/$(cold)/%.cpp.o): private OPTIMISE := -O1
 endif
+# GoogleTest's header takes a third of the time that a test compiles in, so it is compiled once, with the flags of most.
+PRECOMPILED_TESTS := $(patsubst dev/tests/%,$(BUILD)/dev/tests/%.o,$(filter-out $(SLOW_TESTS:%=dev/tests/%.cpp),$(wildcard dev/tests/test_*.cpp)))
+$(PRECOMPILED_TESTS): private PREPROCESS += -include $(PRECOMPILED:.gch=)
+$(PRECOMPILED_TESTS): $(PRECOMPILED)
+$(PRECOMPILED): $(BUILD)/flags
+	@mkdir -p $(@D)
+	@echo '#include <gtest/gtest.h>' >$(@:.gch=)
+	$(Q)$(COMPILE) $(PREPROCESS) $(CPPFLAGS) -x c++-header $(@:.gch=) -o $@
+
 $(BUILD)/kernels/matmul.cpp.o: private PREPROCESS += $(ONEDNN_FLAGS)
 $(BUILD)/kernels/matmul.cpp.o: $(BUILD)/onednn
 $(BUILD)/runtime/communication/comm_%.o: private PREPROCESS += $(TRANSPORT_FLAGS)
@@ -389,9 +401,10 @@ TEST_SCRIPTS := $(wildcard $(foreach dir,data dev/tests dev/peers scripts,$(dir)
 ifneq ($(filter test,$(GOALS)),)
   $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/tests/test_$(OP).cpp and no test_$(OP).py in data$(COMMA) dev/tests$(COMMA) dev/peers or scripts))
 endif
-# Python is no sanitized program: of its tests only those run that start one. The C interface has a test in C++, too.
+# Python is no sanitized program: of its tests only those run that start one. The C interface has a test in C++, too. The
+# mutants' test starts a build of its own.
 ifneq ($(SANITIZE),)
-  TEST_SCRIPTS := $(filter-out dev/tests/test_train_gpt_kernels.py,$(filter dev/tests/% $(shell grep -lw TRAIN_GPT scripts/test_*.py dev/peers/test_*.py),$(TEST_SCRIPTS)))
+  TEST_SCRIPTS := $(filter-out dev/tests/test_train_gpt_kernels.py scripts/test_run_mutants.py,$(filter dev/tests/% $(shell grep -lw TRAIN_GPT scripts/test_*.py dev/peers/test_*.py),$(TEST_SCRIPTS)))
 endif
 TEST_DATA_LIB := $(if $(SANITIZE),build/cpu/$(notdir $(DATA_LIB)),$(DATA_LIB))
 test-binaries: $(TEST_BINARIES) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(TEST_DATA_LIB) $(BUILD)/dev/crash_shim.so

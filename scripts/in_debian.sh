@@ -51,6 +51,8 @@ if [[ ! -e $tree/etc/debian_version ]]; then
         { tail -n 5 "$tree/debootstrap.log" >&2; fail "debootstrap failed: see above."; }
 fi
 
+# dpkg need not wait for the disk: a tree that is lost is made again.
+echo force-unsafe-io >"$tree/etc/dpkg/dpkg.cfg.d/unsafe-io"
 home=/root
 [[ $user == root ]] || home=/home/$user
 rm -rf "$tree$home/train_gpt"

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <utility>
 
 #include "runtime/device/convert_dtype.h"
@@ -46,11 +47,34 @@ TestArray TestArray::of(DType dtype, const std::vector<double>& values, std::ini
     return a;
 }
 
+namespace {
+
+// The first n random numbers of a seed. Under a sanitizer they take longer than many a kernel, and tests ask for the
+// same ones again and again.
+std::vector<double> random_numbers(uint64_t seed, size_t n) {
+    constexpr size_t KEPT = 8 << 20;  // numbers
+    static thread_local std::map<uint64_t, std::vector<float>> known;
+    static thread_local size_t kept = 0;
+    std::vector<float>& numbers = known[seed];
+    if (const size_t had = numbers.size(); had < n) {
+        numbers.resize(n);
+        normal_numbers(numbers.data() + had, seed, 0, had, int64_t(n - had));
+        kept += n - had;
+    }
+    std::vector<double> found(numbers.begin(), numbers.begin() + int64_t(n));
+    if (kept > KEPT) {
+        known.clear();
+        kept = 0;
+    }
+    return found;
+}
+
+}  // namespace
+
 TestArray TestArray::random(DType dtype, std::initializer_list<int64_t> shape, uint64_t seed, double scale,
                             double shift) {
-    std::vector<float> normal(size_t(make_tensor(nullptr, dtype, Device::CPU, shape).numel()));
-    normal_numbers(normal.data(), seed, 0, 0, int64_t(normal.size()));
-    std::vector<double> values(normal.begin(), normal.end());
+    const int64_t n = make_tensor(nullptr, dtype, Device::CPU, shape).numel();
+    std::vector<double> values = random_numbers(seed, size_t(n));
     for (double& value : values) value = value * scale + shift;
     return of(dtype, values, shape);
 }
