@@ -855,6 +855,22 @@ int64_t Engine::pages_missing() const {
     return missing;
 }
 
+int64_t Engine::adopt(int64_t slot, const std::vector<int32_t>& sequence_tokens, int64_t name_space) {
+    require(length(slot) == 0, "engine: slot ", slot, " is not empty");
+    if (!finds_prefixes()) return 0;
+    const int64_t found = cache.adopt(slot, sequence_tokens, name_space);
+    lengths[size_t(slot)] = found;
+    for (int64_t i = 0; i < found && !seen_bits.empty(); i++)
+        set_bit(seen_bits[size_t(slot)], sequence_tokens[size_t(i)]);
+    return found;
+}
+
+void Engine::remember(int64_t slot, const std::vector<int32_t>& sequence_tokens, int64_t name_space) {
+    require(int64_t(sequence_tokens.size()) <= length(slot), "engine: slot ", slot, " holds ", length(slot),
+            " tokens, not ", sequence_tokens.size());
+    if (finds_prefixes()) cache.remember(slot, sequence_tokens, name_space);
+}
+
 void Engine::suspend(int64_t slot) {
     require(!pending(), "engine: suspend() before every queued step was read with next()");
     const auto found = std::find_if(batch.begin(), batch.end(),

@@ -143,6 +143,18 @@ class Engine {
     // How many pages are in use.
     int64_t pages_in_use() const { return cache.pages_in_use(); }
 
+    // Gives an empty slot what the cache still has of the beginning of a sequence with these tokens. Returns how many
+    // tokens that is, a multiple of KV_PAGE and fewer than all; prefill() continues with the next one. 0 for models with
+    // windows, linear attention or dynamic RoPE scaling, whose pages are not found by content.
+    int64_t adopt(int64_t slot, const std::vector<int32_t>& sequence_tokens, int64_t name_space);
+    // The slot's sequence begins with these tokens: adopt() finds them until their pages are needed, least recently used
+    // first. Sequences of one name space only find each other's.
+    void remember(int64_t slot, const std::vector<int32_t>& sequence_tokens, int64_t name_space);
+
+    // Whether a sequence's logits have the same bits whatever the batch is. Then what decode steps have written is not
+    // remember()ed, because a prefill would round it otherwise.
+    bool promises_bits() const { return backend_device() == Device::CPU || options.batch_invariant; }
+
     // Takes an active sequence out of the batch and keeps its keys and values on the host; resume() continues it with
     // the same bits as soon as can_resume(). Its slot stays taken. Every queued step must have been read.
     void suspend(int64_t slot);
@@ -223,6 +235,7 @@ class Engine {
     void count_weight_bytes();
     void prepare_graphs();
     void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished);
+    bool finds_prefixes() const { return cache.finds_prefixes() && !config.has_linear_attention() && !dynamic_rope; }
     std::vector<std::vector<const Prompt*>> groups_of(const std::vector<Prompt>& prompts) const;
     void fork(int64_t from, const std::vector<const Prompt*>& to);
     void grow(int64_t slot, int64_t by);

@@ -76,6 +76,7 @@ struct Request {
     std::vector<int32_t> context;  // the tokens in the context window: prompt and completion so far. After the end the
                                    // cache holds at most engine.length() tokens of context followed by `end`
     int32_t end = -1;              // the token that ended the completion and is not part of it; -1: none
+    int64_t name_space = 0;  // requests of another one do not share pages with it (Engine::remember)
     // As in Prompt.
     std::optional<SamplingOptions> sampling = {};
     std::vector<int32_t> mask = {};
@@ -88,7 +89,8 @@ struct Request {
 };
 
 struct GenerateStatistics {
-    int64_t prompt_tokens = 0, completion_tokens = 0;
+    int64_t prompt_tokens = 0;  // that were computed: not those that the cache had
+    int64_t completion_tokens = 0;
     int64_t decode_tokens =
         0;  // that decode steps sampled: prefill samples the first one, an end token is in no completion
     int64_t steps = 0, step_sequences = 0, step_bytes = 0;  // decode steps; sequences and bytes summed over them

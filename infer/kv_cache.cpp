@@ -43,7 +43,8 @@ int64_t KvCache::group_of(int64_t window, const KvCacheSize& size) {
     Group g{window, PagePool(), std::vector<int32_t>(size_t(slots * columns), -1), {}, {}, {}, {}};
     g.first.assign(size_t(slots), 0);
     g.end.assign(size_t(slots), 0);
-    g.pool = PagePool(pages_of(g, size));
+    g.pool = PagePool(pages_of(g, size), [this](int32_t page) { prefixes.remove(page); });
+    if (!window) prefixes = PrefixIndex(g.pool.size());
     for (int64_t i = 0; i < slots * columns; i++) g.changed.push_back(i);
     groups.push_back(std::move(g));
     return int64_t(groups.size()) - 1;
@@ -142,6 +143,38 @@ void KvCache::fork(int64_t from, int64_t to, int64_t length) {
     }
 }
 
+int64_t KvCache::adopt(int64_t slot, const std::vector<int32_t>& tokens, int64_t name_space) {
+    if (!finds_prefixes()) return 0;
+    Group& g = groups[0];
+    int64_t& end = g.end[size_t(slot)];
+    require(end == 0, "slot ", slot, " of the KV cache is not empty");
+    PrefixIndex::Id before = PrefixIndex::beginning(name_space);
+    for (; (end + 1) * KV_PAGE < int64_t(tokens.size()); end++) {
+        const int32_t page = prefixes.find(before, tokens.data() + end * KV_PAGE);
+        if (page < 0) break;
+        g.pool.share(page);
+        set_page(g, slot, end, page);
+        before = prefixes.id_of(page);
+    }
+    return end * KV_PAGE;
+}
+
+void KvCache::remember(int64_t slot, const std::vector<int32_t>& tokens, int64_t name_space) {
+    if (!finds_prefixes()) return;
+    Group& g = groups[0];
+    PrefixIndex::Id before = PrefixIndex::beginning(name_space);
+    for (int64_t i = 0; (i + 1) * KV_PAGE <= int64_t(tokens.size()); i++) {
+        const int32_t page = g.table[size_t(slot * columns + i)], found = prefixes.find(before, &tokens[size_t(i * KV_PAGE)]);
+        if (found < 0 && !g.pool.is_remembered(page)) {
+            prefixes.add(page, before, &tokens[size_t(i * KV_PAGE)]);
+            g.pool.remember(page);
+        } else if (found < 0) {
+            return;  // the page before it was computed twice; this one is known as the other's next
+        }
+        before = prefixes.id_of(found < 0 ? page : found);
+    }
+}
+
 void KvCache::clear_copies() {
     for (Group& g : groups) {
         g.copies.from.clear();
@@ -153,8 +186,9 @@ bool KvCache::ends_in_shared_page(int64_t slot, int64_t length) const {
     if (length % KV_PAGE == 0) return false;
     return std::any_of(groups.begin(), groups.end(), [&](const Group& g) {
         const int64_t column = length / KV_PAGE;
-        const bool has_page = column >= g.first[size_t(slot)] && column < g.end[size_t(slot)];
-        return has_page && g.pool.users_of(g.table[size_t(slot * columns + column)]) > 1;
+        if (column < g.first[size_t(slot)] || column >= g.end[size_t(slot)]) return false;
+        const int32_t page = g.table[size_t(slot * columns + column)];
+        return g.pool.users_of(page) > 1 || g.pool.is_remembered(page);
     });
 }
 

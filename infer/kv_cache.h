@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "infer/page_pool.h"
+#include "infer/prefix_index.h"
 #include "kernels/generation/decode_step.h"
 #include "runtime/device/arena.h"
 #include "runtime/device/staging.h"
@@ -31,6 +32,8 @@ class KvCache {
 
     // Plans only. Throws Error for more than 2³⁰ rows in a layer.
     KvCache(const ModelConfig& config, const KvCacheSize& size, DType dtype);
+    KvCache(const KvCache&) = delete;
+    KvCache& operator=(const KvCache&) = delete;
     void allocate();
 
     int64_t bytes() const { return total; }
@@ -60,8 +63,18 @@ class KvCache {
     };
     const PageCopies& copies(int64_t group) const { return groups[size_t(group)].copies; }
     void clear_copies();
-    // Whether the page of the last of `length` tokens is another slot's, too: it must not be written.
+    // Whether the page that holds the last of `length` tokens and has room for more must not be written: it is another
+    // slot's, too, or found by content.
     bool ends_in_shared_page(int64_t slot, int64_t length) const;
+
+    // Whether all of the model's layers with a cache see all tokens: only then are pages found by content.
+    bool finds_prefixes() const { return groups.size() == 1 && !groups[0].window; }
+    // Gives the empty slot the whole pages, found by content, that a sequence with these tokens begins with, but never
+    // the page of the last token. Returns their number of tokens.
+    int64_t adopt(int64_t slot, const std::vector<int32_t>& tokens, int64_t name_space);
+    // The whole pages of the slot's sequence, which begins with these tokens, are found by content from now on until
+    // they are needed for something else.
+    void remember(int64_t slot, const std::vector<int32_t>& tokens, int64_t name_space);
 
     // Pages of a slot that were copied to the host.
     struct Saved {
@@ -127,6 +140,7 @@ class KvCache {
     const DType dtype;
     std::vector<Layer> layers;  // of the model
     std::vector<Group> groups;
+    PrefixIndex prefixes;
     int64_t total = 0;
     Arena memory;
 };

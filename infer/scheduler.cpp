@@ -156,8 +156,12 @@ void Scheduler::place(size_t slot, Request& r, int64_t arrival) {
     Running s{&r, arrival, kept, true, false, -1};
     for (size_t other = 0; other < running.size() && kept == 0 && !r.prompt_logprobs; other++) {
         const Running& o = running[other];
-        if (o.request && o.computing && o.like < 0 && o.request->context == r.context) s.like = int64_t(other);
+        if (o.request && o.computing && o.like < 0 && o.request->name_space == r.name_space &&
+            o.request->context == r.context)
+            s.like = int64_t(other);
     }
+    // Logprobs of the prompt's tokens are computed with it.
+    if (kept == 0 && s.like < 0 && !r.prompt_logprobs) s.computed = engine.adopt(int64_t(slot), r.context, r.name_space);
     running[slot] = s;
 }
 
@@ -182,6 +186,7 @@ Prompt Scheduler::prompt_of(size_t slot, int64_t begin, int64_t end) const {
 // Chunks end where pages do, so that the bits of a prompt do not depend on what else is computed.
 void Scheduler::compute_chunk() {
     std::vector<Prompt> prompts;
+    std::vector<size_t> finished;
     int64_t left = std::min(chunk_tokens, engine.options.prompt_tokens);
     for (const size_t slot : by_arrival()) {
         Running& s = running[slot];
@@ -195,18 +200,21 @@ void Scheduler::compute_chunk() {
         s.computed = end;
         if (end < size) break;
         s.computing = false;
+        finished.push_back(slot);
         for (size_t other = 0; other < running.size(); other++) {
             Running& o = running[other];
             if (!o.request || !o.computing || o.like != int64_t(slot)) continue;
             prompts.push_back(prompt_of(other, size, size));
             prompts.back().like = int64_t(slot);
-            o.computing = false;
+                o.computing = false;
             o.like = -1;
         }
     }
     if (prompts.empty()) return;
     const auto begin = Clock::now();
     engine.prefill(prompts);
+    for (const size_t slot : finished)
+        engine.remember(int64_t(slot), running[slot].request->context, running[slot].request->name_space);
     if (engine.pending()) read_step();
     statistics.prefill_seconds += seconds_since(begin);
 }
@@ -279,6 +287,10 @@ void Scheduler::finish(size_t slot) {
     const Request& r = *running[slot].request;
     for (Running& o : running)
         if (o.request && o.like == int64_t(slot)) o.like = -1;
+    if (!engine.promises_bits() && !running[slot].computing && !running[slot].suspended) {
+        const int64_t held = std::min(engine.length(int64_t(slot)), int64_t(r.context.size()));
+        engine.remember(int64_t(slot), {r.context.begin(), r.context.begin() + held}, r.name_space);
+    }
     running[slot] = {};
     engine.retire(int64_t(slot));
     if (running.size() > 1) engine.truncate(int64_t(slot));

@@ -42,9 +42,13 @@ std::vector<std::unique_ptr<Job>> random_jobs(const ModelConfig& c, uint64_t see
     for (int64_t i = 0; i < count; i++) {
         const auto random = [&](uint64_t j, int64_t n) { return random_below(seed, uint64_t(i), j, n); };
         const bool repeats = i > 0 && random(0, 3) == 0;
-        const std::vector<int32_t> prompt =
+        std::vector<int32_t> prompt =
             repeats ? jobs.back()->request.tokens
                     : random_tokens(c, 1 + (random(2, 3) ? 90 * random(19, 2) + random(1, 40) : random(1, longest)), seed * 1000 + uint64_t(i));
+        if (i > 0 && random(20, 3) == 0) {  // begins like an earlier one
+            const std::vector<int32_t>& other = jobs[size_t(random(21, i))]->request.tokens;
+            std::copy_n(other.begin(), std::min(prompt.size(), other.size()), prompt.begin());
+        }
         jobs.push_back(std::make_unique<Job>(prompt, i, 1 + random(3, random(4, 2) ? 12 : 150)));
         Job& job = *jobs.back();
         job.arrival = repeats ? arrival : arrival += random(5, 3);
@@ -178,6 +182,39 @@ TEST(Scheduler, EqualPromptsShareTheirPages) {
     std::set<std::vector<int32_t>> different;
     for (const auto& job : jobs) different.insert(job->completion->tokens());
     EXPECT_GT(different.size(), 4u);
+}
+
+// What a finished request's prompt began with is found by a later one, in its name space only, until the pages are needed.
+TEST(Scheduler, BeginningsThatAreCachedAreNotComputedAgain) {
+    Driver driver(long_config("SS"), training_shape(1, 8));
+    driver.randomise(3);
+    const ModelConfig& c = driver.model.config;
+    Generation g(driver.model, options_of(2, 500, 4)), alone(driver.model, options_of(1, 500, 0));
+    const std::vector<int32_t> prompt = random_tokens(c, 300, 5), other = random_tokens(c, 400, 6);
+    const auto computed = [&](const std::vector<int32_t>& tokens, int64_t name_space) {
+        std::vector<std::unique_ptr<Job>> jobs;
+        jobs.push_back(std::make_unique<Job>(tokens, 3, 4));
+        jobs[0]->request.name_space = name_space;
+        Scheduler scheduler(g.engine, {});
+        scheduler.add(jobs[0]->request);
+        while (scheduler.step()) continue;
+        EXPECT_EQ(g.engine.pages_in_use(), 0);
+        check_alone(alone.engine, jobs);
+        return scheduler.statistics.prompt_tokens;
+    };
+    const auto with_end = [&](int64_t shared, int64_t size) {
+        std::vector<int32_t> tokens(prompt.begin(), prompt.begin() + shared);
+        for (const int32_t id : random_tokens(c, size - shared, 8)) tokens.push_back(id);
+        return tokens;
+    };
+    EXPECT_EQ(computed(prompt, 0), 300);
+    EXPECT_EQ(computed(prompt, 0), 300 - 256);
+    EXPECT_EQ(computed(with_end(300, 310), 0), 310 - 256);
+    EXPECT_EQ(computed(with_end(200, 270), 0), 270 - 128);  // shares the first page
+    EXPECT_EQ(computed(with_end(256, 256), 0), 128);        // the last token is always computed
+    EXPECT_EQ(computed(prompt, 1), 300);
+    EXPECT_EQ(computed(other, 0), 400);  // takes all 4 pages
+    EXPECT_EQ(computed(prompt, 0), 300);
 }
 
 // A long prompt that arrives delays a running sequence by one chunk at a time.
