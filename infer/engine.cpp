@@ -873,8 +873,8 @@ void Engine::remember(int64_t slot, const std::vector<int32_t>& sequence_tokens,
 
 void Engine::suspend(int64_t slot) {
     require(!pending(), "engine: suspend() before every queued step was read with next()");
-    const auto found = std::find_if(batch.begin(), batch.end(),
-                                    [&](const Sequence& s) { return s.slot == slot && !s.retired; });
+    const auto found =
+        std::find_if(batch.begin(), batch.end(), [&](const Sequence& s) { return s.slot == slot && !s.retired; });
     require(found != batch.end(), "engine: slot ", slot, " is not generating");
     suspended.emplace(slot, Suspended{*found, cache.save(slot, stream)});
     batch.erase(found);

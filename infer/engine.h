@@ -118,13 +118,12 @@ class Engine {
     };
 
     // Appends the prompts' tokens to their slots and queues a step that samples the token after each, in the order of
-    // the prompts. decode() then continues these sequences and all earlier ones that were not retired. Every queued step
-    // must have been read. In the step, prompts `like` another follow it. If more tokens of all prompts are to come, no
-    // step is queued.
-    // Throws Error for a slot that is given twice or is still generating, a prompt without tokens, a token outside the
-    // vocabulary, a sequence that exceeds the context, more tokens in all than options.prompt_tokens, a mask that
-    // allows no token, what the engine was not planned for, or prompts that the cache has too few free pages for
-    // (has_room()).
+    // the prompts. decode() then continues these sequences and all earlier ones that were not retired. Every queued
+    // step must have been read. In the step, prompts `like` another follow it. If more tokens of all prompts are to
+    // come, no step is queued. Throws Error for a slot that is given twice or is still generating, a prompt without
+    // tokens, a token outside the vocabulary, a sequence that exceeds the context, more tokens in all than
+    // options.prompt_tokens, a mask that allows no token, what the engine was not planned for, or prompts that the
+    // cache has too few free pages for (has_room()).
     void prefill(const std::vector<Prompt>& prompts);
     // Queues a step: each sequence's sampled token joins its context, and the next token is sampled. Call it only when
     // ready().
@@ -144,11 +143,11 @@ class Engine {
     int64_t pages_in_use() const { return cache.pages_in_use(); }
 
     // Gives an empty slot what the cache still has of the beginning of a sequence with these tokens. Returns how many
-    // tokens that is, a multiple of KV_PAGE and fewer than all; prefill() continues with the next one. 0 for models with
-    // windows, linear attention or dynamic RoPE scaling, whose pages are not found by content.
+    // tokens that is, a multiple of KV_PAGE and fewer than all; prefill() continues with the next one. 0 for models
+    // with windows, linear attention or dynamic RoPE scaling, whose pages are not found by content.
     int64_t adopt(int64_t slot, const std::vector<int32_t>& sequence_tokens, int64_t name_space);
-    // The slot's sequence begins with these tokens: adopt() finds them until their pages are needed, least recently used
-    // first. Sequences of one name space only find each other's.
+    // The slot's sequence begins with these tokens: adopt() finds them until their pages are needed, least recently
+    // used first. Sequences of one name space only find each other's.
     void remember(int64_t slot, const std::vector<int32_t>& sequence_tokens, int64_t name_space);
 
     // Whether a sequence's logits have the same bits whatever the batch is. Then what decode steps have written is not
@@ -199,7 +198,7 @@ class Engine {
         const Prompt* prompt;
         int64_t begin, end;
         int64_t sampled;  // sequences that sample the token after the chunk
-        int64_t losses;  // where prompt_results has those of the prompt's tokens from the second one on; -1: not asked
+        int64_t losses;   // where prompt_results has those of the prompt's tokens from the second one on; -1: not asked
     };
     // A step that is queued, with the host memory that receives its results.
     struct QueuedStep {
@@ -286,7 +285,7 @@ class Engine {
     Tensor tokens, positions, iota;   // [N] int32; iota: 0 … N − 1
     std::vector<Tensor> rows;         // [N] int32: of the new keys, by group of layers (infer/kv_cache.h)
     Tensor cum_q, cum_k, pass_slots;  // [slots + 1], [slots + 1], [slots] int32: of the chunks
-    Tensor copied_from, copied_to;  // [slots] int32: pages
+    Tensor copied_from, copied_to;    // [slots] int32: pages
     Tensor x, qkv, att, act;          // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
     Tensor normed, gate, linear_att;  // gated_linear: [N, C], [N, NKV] fp32, att before the head norm
     Tensor unnormed;                  // norms after attention and the MLP: [N, C], what they read
@@ -309,7 +308,7 @@ class Engine {
         Sequence sequence;
         KvCache::Saved saved;
     };
-    std::map<int64_t, Suspended> suspended;  // by slot
+    std::map<int64_t, Suspended> suspended;       // by slot
     std::vector<Sequence> batch;                  // the rows of a step
     bool batch_changed = false;                   // the rows on the device are not those of batch
     std::vector<int64_t> lengths;                 // by slot

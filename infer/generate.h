@@ -76,7 +76,7 @@ struct Request {
     std::vector<int32_t> context;  // the tokens in the context window: prompt and completion so far. After the end the
                                    // cache holds at most engine.length() tokens of context followed by `end`
     int32_t end = -1;              // the token that ended the completion and is not part of it; -1: none
-    int64_t name_space = 0;  // requests of another one do not share pages with it (Engine::remember)
+    int64_t name_space = 0;        // requests of another one do not share pages with it (Engine::remember)
     // As in Prompt.
     std::optional<SamplingOptions> sampling = {};
     std::vector<int32_t> mask = {};
@@ -99,8 +99,8 @@ struct GenerateStatistics {
     void add(const GenerateStatistics& other);
 };
 
-// Completes all requests (infer/scheduler.h). When interrupted() returns true, all completions end at the next step. done is called for each request
-// that ends. Throws the Error of ContextPolicy::check() before it starts.
+// Completes all requests (infer/scheduler.h). When interrupted() returns true, all completions end at the next step.
+// done is called for each request that ends. Throws the Error of ContextPolicy::check() before it starts.
 GenerateStatistics generate(Engine& engine, std::vector<Request>& requests, const ContextPolicy& policy,
                             const std::function<bool()>& interrupted = {},
                             const std::function<void(const Request&)>& done = {});

@@ -93,10 +93,11 @@ const KvCache::Group* KvCache::unlimited_group() const {
 void KvCache::grow(int64_t slot, int64_t length) {
     require(length <= capacity, "a sequence of ", length, " tokens exceeds the KV cache's ", capacity);
     for (const Group& g : groups)
-        require(pages_of_tokens(length) - g.end[size_t(slot)] <= g.pool.available(), "the KV cache has ", g.pool.available(),
-                " free pages, too few for a sequence of ", length, " tokens");
+        require(pages_of_tokens(length) - g.end[size_t(slot)] <= g.pool.available(), "the KV cache has ",
+                g.pool.available(), " free pages, too few for a sequence of ", length, " tokens");
     for (Group& g : groups)
-        for (int64_t& end = g.end[size_t(slot)]; end < pages_of_tokens(length); end++) set_page(g, slot, end, g.pool.take());
+        for (int64_t& end = g.end[size_t(slot)]; end < pages_of_tokens(length); end++)
+            set_page(g, slot, end, g.pool.take());
 }
 
 void KvCache::forget(int64_t slot, int64_t length) {
@@ -164,7 +165,8 @@ void KvCache::remember(int64_t slot, const std::vector<int32_t>& tokens, int64_t
     Group& g = groups[0];
     PrefixIndex::Id before = PrefixIndex::beginning(name_space);
     for (int64_t i = 0; (i + 1) * KV_PAGE <= int64_t(tokens.size()); i++) {
-        const int32_t page = g.table[size_t(slot * columns + i)], found = prefixes.find(before, &tokens[size_t(i * KV_PAGE)]);
+        const int32_t page = g.table[size_t(slot * columns + i)],
+                      found = prefixes.find(before, &tokens[size_t(i * KV_PAGE)]);
         if (found < 0 && !g.pool.is_remembered(page)) {
             prefixes.add(page, before, &tokens[size_t(i * KV_PAGE)]);
             g.pool.remember(page);

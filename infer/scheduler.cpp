@@ -79,8 +79,7 @@ std::vector<size_t> Scheduler::by_arrival() const {
     std::vector<size_t> slots;
     for (size_t slot = 0; slot < running.size(); slot++)
         if (running[slot].request) slots.push_back(slot);
-    std::sort(slots.begin(), slots.end(),
-              [&](size_t a, size_t b) { return running[a].arrival < running[b].arrival; });
+    std::sort(slots.begin(), slots.end(), [&](size_t a, size_t b) { return running[a].arrival < running[b].arrival; });
     return slots;
 }
 
@@ -161,7 +160,8 @@ void Scheduler::place(size_t slot, Request& r, int64_t arrival) {
             s.like = int64_t(other);
     }
     // Logprobs of the prompt's tokens are computed with it.
-    if (kept == 0 && s.like < 0 && !r.prompt_logprobs) s.computed = engine.adopt(int64_t(slot), r.context, r.name_space);
+    if (kept == 0 && s.like < 0 && !r.prompt_logprobs)
+        s.computed = engine.adopt(int64_t(slot), r.context, r.name_space);
     running[slot] = s;
 }
 
@@ -206,7 +206,7 @@ void Scheduler::compute_chunk() {
             if (!o.request || !o.computing || o.like != int64_t(slot)) continue;
             prompts.push_back(prompt_of(other, size, size));
             prompts.back().like = int64_t(slot);
-                o.computing = false;
+            o.computing = false;
             o.like = -1;
         }
     }
@@ -223,9 +223,8 @@ void Scheduler::compute_chunk() {
 void Scheduler::make_room() {
     while (!has_room()) {
         const std::vector<size_t> slots = by_arrival();
-        const auto youngest = std::find_if(slots.rbegin(), slots.rend(), [&](size_t slot) {
-            return !running[slot].suspended;
-        });
+        const auto youngest =
+            std::find_if(slots.rbegin(), slots.rend(), [&](size_t slot) { return !running[slot].suspended; });
         if (youngest == slots.rend()) return;
         give_up(*youngest);
     }

@@ -42,10 +42,10 @@ class Scheduler {
     struct Running {
         Request* request = nullptr;  // null: the slot is free
         int64_t arrival = 0;
-        int64_t computed = 0;   // tokens of request->context in the cache, while the prompt is computed
+        int64_t computed = 0;  // tokens of request->context in the cache, while the prompt is computed
         bool computing = false;
         bool suspended = false;
-        int64_t like = -1;      // the slot that computes the same prompt
+        int64_t like = -1;  // the slot that computes the same prompt
     };
     bool idle() const;
     void slide_or_end();

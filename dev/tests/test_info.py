@@ -16,8 +16,8 @@ class InfoTest(BaseRunTest):
         less = run("plan", *MODEL, "--batch-size", 4, "--seq-len", 32, "--recompute", "block", "--json")
         self.assertLess(json.loads(less.stdout)["bytes"]["activations"], plan["bytes"]["activations"])
         generate = json.loads(run("plan", *MODEL, "--batch-size", 4, "--seq-len", 64, "--generate", "--json").stdout)
-        # k and v, layers, sequences, tokens, channels, bytes
-        self.assertEqual(generate["bytes"]["KV cache"], 2 * 2 * 4 * 64 * 32 * 4)
+        # k and v, layers, sequences, tokens of a page, channels, bytes; and the page table
+        self.assertEqual(generate["bytes"]["KV cache"], 2 * 2 * 4 * 128 * 32 * 4 + 256)
         self.assertEqual(generate["total_bytes"], sum(generate["bytes"].values()))
         plain, verbose = (run("plan", *MODEL, "--seq-len", 32, *args).stdout for args in ([], ["--verbose"]))
         self.assertIn("largest activations", plain)

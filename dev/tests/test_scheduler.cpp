@@ -44,7 +44,8 @@ std::vector<std::unique_ptr<Job>> random_jobs(const ModelConfig& c, uint64_t see
         const bool repeats = i > 0 && random(0, 3) == 0;
         std::vector<int32_t> prompt =
             repeats ? jobs.back()->request.tokens
-                    : random_tokens(c, 1 + (random(2, 3) ? 90 * random(19, 2) + random(1, 40) : random(1, longest)), seed * 1000 + uint64_t(i));
+                    : random_tokens(c, 1 + (random(2, 3) ? 90 * random(19, 2) + random(1, 40) : random(1, longest)),
+                                    seed * 1000 + uint64_t(i));
         if (i > 0 && random(20, 3) == 0) {  // begins like an earlier one
             const std::vector<int32_t>& other = jobs[size_t(random(21, i))]->request.tokens;
             std::copy_n(other.begin(), std::min(prompt.size(), other.size()), prompt.begin());
@@ -81,7 +82,8 @@ EngineOptions options_of(int64_t slots, int64_t context, int64_t pages) {
 int64_t run_schedule(Engine& engine, const std::vector<std::unique_ptr<Job>>& jobs, int64_t chunk) {
     std::set<int64_t> ended;
     std::vector<int64_t> first_token(jobs.size(), -1);
-    Scheduler scheduler(engine, {}, [&](const Request& r) { EXPECT_TRUE(ended.insert(r.sequence).second); }, chunk);
+    Scheduler scheduler(
+        engine, {}, [&](const Request& r) { EXPECT_TRUE(ended.insert(r.sequence).second); }, chunk);
     size_t next = 0;
     int64_t suspensions = 0;
     bool more = true;
@@ -143,7 +145,8 @@ TEST_P(GenerationByType, EachRequestOfAScheduleHasTheTokensThatItHasAlone) {
     EXPECT_GT(suspensions, GetParam() == std::string("SS") ? 0 : -1) << "no cache was too small";
 }
 
-// Three sequences grow in a cache that holds two of them: the youngest is suspended, and goes on when another has ended.
+// Three sequences grow in a cache that holds two of them: the youngest is suspended, and goes on when another has
+// ended.
 TEST_P(GenerationByType, TheYoungestIsSuspended) {
     EngineOptions o = options_of(3, 380, 6);
     Generation together(driver.model, o), alone(driver.model, options_of(1, 380, 0));
@@ -155,8 +158,8 @@ TEST_P(GenerationByType, TheYoungestIsSuspended) {
     for (const auto& job : jobs) scheduler.add(job->request);
     while (scheduler.step()) continue;
     EXPECT_EQ(ended, (std::vector<int64_t>{0, 1, 2}));
-    EXPECT_EQ(scheduler.suspensions() > 0, driver.model.config.layers_of(AttentionType::Softmax) > 0 &&
-                                               GetParam() != std::string("GW"));
+    EXPECT_EQ(scheduler.suspensions() > 0,
+              driver.model.config.layers_of(AttentionType::Softmax) > 0 && GetParam() != std::string("GW"));
     EXPECT_EQ(together.engine.pages_in_use(), 0);
     check_alone(alone.engine, jobs);
 }
@@ -184,7 +187,8 @@ TEST(Scheduler, EqualPromptsShareTheirPages) {
     EXPECT_GT(different.size(), 4u);
 }
 
-// What a finished request's prompt began with is found by a later one, in its name space only, until the pages are needed.
+// What a finished request's prompt began with is found by a later one, in its name space only, until the pages are
+// needed.
 TEST(Scheduler, BeginningsThatAreCachedAreNotComputedAgain) {
     Driver driver(long_config("SS"), training_shape(1, 8));
     driver.randomise(3);
