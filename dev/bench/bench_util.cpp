@@ -7,6 +7,7 @@
 #include "dev/bench/cache_flush.h"
 #include "runtime/device/convert_dtype.h"
 #include "runtime/rng.h"
+#include "runtime/text.h"
 
 namespace {
 
@@ -182,6 +183,9 @@ class TableReporter : public benchmark::BenchmarkReporter {
             if (value("tokens/s") >= 0) std::printf("%10.1f tokens/s", value("tokens/s"));
             for (const char* limit : {"of copy", "of peak"})
                 if (value(limit) >= 0) std::printf("%6.0f%% %s", 100 * value(limit), limit);
+            for (const auto& [name, counter] : run.counters)
+                if (ends_with(name, " ms") || ends_with(name, " rows"))
+                    std::printf("  %s %.2f", name.c_str(), counter.value);
             std::printf("\n");
         }
         std::fflush(stdout);
