@@ -521,6 +521,8 @@ void Engine::check_prompt(const Prompt& p) const {
             p.top_logprobs, " top logprobs; EngineOptions::top_logprobs is ", options.top_logprobs);
     require(!p.prompt_logprobs || options.prompt_logprobs, "engine: slot ", p.slot,
             " asks for its prompt's logprobs; set EngineOptions::prompt_logprobs");
+    require(!p.prompt_logprobs || !p.more, "engine: slot ", p.slot,
+            " asks for its prompt's logprobs; give it in one prefill()");
     if (p.mask.empty()) return;
     const int64_t words = (options.sampled_vocab + 31) / 32, rest = options.sampled_vocab % 32;
     require(int64_t(p.mask.size()) == words, "engine: the mask of slot ", p.slot, " has ", p.mask.size(),

@@ -192,7 +192,11 @@ void Scheduler::compute_chunk() {
         Running& s = running[slot];
         if (!s.computing || s.like >= 0) continue;
         const int64_t size = int64_t(s.request->context.size());
-        const int64_t end = size - s.computed <= left ? size : (s.computed + left) / KV_PAGE * KV_PAGE;
+        int64_t end = size - s.computed <= left ? size : (s.computed + left) / KV_PAGE * KV_PAGE;
+        if (s.request->prompt_logprobs) {  // they belong to one prefill: such a prompt is not cut
+            if (size - s.computed > left && !prompts.empty()) break;
+            end = size;
+        }
         if (end <= s.computed) break;
         prompts.push_back(prompt_of(slot, s.computed, end));
         left -= end - s.computed;

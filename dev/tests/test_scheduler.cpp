@@ -242,6 +242,33 @@ TEST(Scheduler, RunningSequencesWaitForOneChunk) {
     EXPECT_EQ(steps, 5);  // 4 chunks of 128 and the rest
 }
 
+// Logprobs of a prompt that is longer than a chunk, and whose beginning is cached.
+TEST(Scheduler, PromptLogprobsAreWhole) {
+    Driver driver(long_config("SS"), training_shape(1, 8));
+    driver.randomise(3);
+    EngineOptions o = options_of(2, 400, 0);
+    o.prompt_logprobs = true;
+    Generation g(driver.model, o);
+    const std::vector<int32_t> prompt = random_tokens(driver.model.config, 300, 5);
+    std::vector<float> first;
+    for (int run = 0; run < 2; run++) {
+        Job job(prompt, 0, 3);
+        job.request.prompt_logprobs = true;
+        Scheduler scheduler(g.engine, {}, {}, 128);
+        scheduler.add(job.request);
+        while (scheduler.step()) continue;
+        ASSERT_EQ(job.request.prompt_token_logprobs.size(), 299u);
+        if (run == 0) first = job.request.prompt_token_logprobs;
+        EXPECT_EQ(job.request.prompt_token_logprobs, first);
+    }
+    for (const size_t n : {1u, 130u, 299u}) {
+        const std::vector<double> logits = logits_after(driver, {prompt.begin(), prompt.begin() + long(n)});
+        double sum = 0;
+        for (const double l : logits) sum += std::exp(l);
+        EXPECT_NEAR(first[n - 1], logits[size_t(prompt[n])] - std::log(sum), 1e-4) << n;
+    }
+}
+
 TEST(Scheduler, InvalidArgumentsAreErrors) {
     Driver driver(long_config(), training_shape(1, 8));
     driver.randomise(3);
