@@ -1,7 +1,8 @@
 // Many requests on one engine, with random weights in 16 bits (on the CPU a tiny model in fp32). Times are those of the
 // host that reads the tokens.
 //
-//   poisson   requests arrive at random times (a Poisson process), half of them with prompts of 128 tokens and half with
+//   poisson   requests arrive at random times (a Poisson process), half of them with prompts of 128 tokens and half
+//   with
 //             2,000; each generates 256. Counters: tokens/s, time to first token of the short and of the long prompts
 //             and gap between the tokens of a sequence, at the 50th and 99th percentile, and sequences per step
 //   together  N sequences from the start, prompts of 128 tokens: the gap to compare poisson's with
@@ -129,8 +130,8 @@ void poisson(benchmark::State& state) {
         for (bool more = true; more || next < run.requests.size();) {
             for (; next < run.requests.size(); next++) {
                 Timed& t = *run.requests[next];
-                t.arrival = begin + std::chrono::duration_cast<Clock::duration>(
-                                        std::chrono::duration<double>(arrivals[next]));
+                t.arrival =
+                    begin + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(arrivals[next]));
                 if (t.arrival > Clock::now()) break;
                 scheduler.add(t.request);
             }
@@ -138,7 +139,8 @@ void poisson(benchmark::State& state) {
             run.look();
         }
         report(state, run, scheduler.statistics, milliseconds(Clock::now() - begin) / 1000);
-        for (const auto& [name, prompt] : {std::pair<const char*, size_t>{"first token of 128", 128}, {"of 2000", 2000}}) {
+        for (const auto& [name, prompt] :
+             {std::pair<const char*, size_t>{"first token of 128", 128}, {"of 2000", 2000}}) {
             state.counters[str(name, " p50 ms")] = percentile(run.first_tokens(prompt), 0.5);
             state.counters[str(name, " p99 ms")] = percentile(run.first_tokens(prompt), 0.99);
         }
