@@ -488,14 +488,18 @@ class Round:
                 self.world = self.random.choice(self.campaign.worlds)
             elif self.world.ranks > 1 and self.random.random() < 0.5:  # another stage with the same bits
                 self.world = World(self.world.ranks, self.world.stage ^ 1)
-        if newest_step(self.out) < STEPS:
+        killed_at_the_end = newest_step(self.out) >= STEPS
+        if not killed_at_the_end:
             segment = self.start()
             if segment.wait():
                 raise Lost(f"it cannot be continued: {segment.said()[-2000:]}")
         different = self.differences(self.out, self.parts)
         if different:
             raise Lost(f"the run {self.parts} and one that was left alone differ: {different}")
-        left = [name for name in os.listdir(self.out) if name.startswith((".tmp", ".old"))]
+        # A run that is killed while it publishes its last checkpoint leaves an earlier one until a run starts here again.
+        allowed = ".old" if killed_at_the_end else None
+        left = [name for name in os.listdir(self.out)
+                if name.startswith((".tmp", ".old")) and not (allowed and name.startswith(allowed))]
         if left:
             raise Lost(f"{left} are left")
         shutil.rmtree(self.out)
