@@ -92,7 +92,7 @@ Kept nucleus(const float* logits, int64_t V, Kept kept, double total, float top_
     double sum = 0;
     int64_t last = 0;
     for (; last < n; last++) {
-        sum += weight(int64_t(~uint32_t(order[last])));
+        sum += weight(static_cast<uint32_t>(~order[last]));
         if (sum >= enough) break;
     }
     last = std::min(last, n - 1);
