@@ -1,5 +1,7 @@
 #include "infer/kv_cache.h"
 
+#include <algorithm>
+
 namespace {
 
 int64_t pages_of_tokens(int64_t tokens) {
@@ -78,6 +80,10 @@ void KvCache::set_page(Group& g, int64_t slot, int64_t column, int32_t page) {
 int64_t KvCache::pages_missing(int64_t slot, int64_t length) const {
     const Group* const g = unlimited_group();
     return g ? std::max<int64_t>(pages_of_tokens(length) - g->end[size_t(slot)], 0) : 0;
+}
+
+int64_t KvCache::pages_for(int64_t tokens) const {
+    return unlimited_group() ? pages_of_tokens(tokens) : 0;
 }
 
 int64_t KvCache::pages_available() const {

@@ -7,7 +7,7 @@
 // a pass over prompts runs, its tokens have pages in every group.
 #pragma once
 
-#include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "infer/page_pool.h"
@@ -46,7 +46,7 @@ class KvCache {
     // Pages of layers without a window: those that the slot lacks for `length` tokens, those that are free. There are
     // always enough for the others.
     int64_t pages_missing(int64_t slot, int64_t length) const;
-    int64_t pages_for(int64_t tokens) const { return unlimited_group() ? (tokens + KV_PAGE - 1) / KV_PAGE : 0; }
+    int64_t pages_for(int64_t tokens) const;  // of a sequence
     int64_t pages_available() const;
     // Takes the pages that the slot's sequence needs to have `length` tokens. Throws Error if there are too few; then
     // nothing has changed.

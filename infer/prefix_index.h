@@ -3,6 +3,7 @@
 // of pages; here a hash table). Tokens are compared, not only their hash.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <unordered_map>
 #include <vector>

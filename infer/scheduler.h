@@ -13,8 +13,10 @@
 // What a request samples does not depend on the others (infer/engine.h).
 #pragma once
 
+#include <chrono>
 #include <deque>
-#include <optional>
+#include <functional>
+#include <vector>
 
 #include "infer/generate.h"
 

@@ -8,10 +8,11 @@
 //   together  N sequences from the start, prompts of 128 tokens: the gap to compare poisson's with
 //   group     N completions of one prompt: the time until all have their first token
 //   many      N sequences of 300 tokens in the KV memory of 64 sequences of 2,048: how many run at once
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <memory>
-#include <numeric>
+#include <utility>
 
 #include "dev/bench/bench_util.h"
 #include "driver/inference.h"

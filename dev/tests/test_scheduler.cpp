@@ -2,8 +2,10 @@
 // it has alone, and no page is lost.
 #include "infer/scheduler.h"
 
+#include <algorithm>
 #include <memory>
 #include <set>
+#include <tuple>
 
 #include "dev/tests/generation_fixture.h"
 #include "dev/tests/test_util.h"
