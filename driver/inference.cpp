@@ -47,8 +47,7 @@ InferenceWeights inference_weights(const Model& model) {
                        .wpe = model.weight(WPE),
                        .blocks = {},
                        .normf = norm(NORMF_W),
-                       .head = model.weight(model.head()),
-                       .head_bias = model.weight(HEAD_B),
+                       .head = {model.weight(model.head()), model.weight(HEAD_B)},
                        .embedding_norm = norm(EMBEDNORM_W)};
     for (int64_t l = 0; l < model.config.layers; l++) w.blocks.push_back(block_weights(model, l));
     return w;

@@ -242,19 +242,20 @@ void Engine::fill_rope_table() {
 
 void Engine::count_weight_bytes() {
     const auto count_bytes = [&](const Tensor& t) { weight_bytes += t ? t.bytes() : 0; };
+    const auto count_layer = [&](const LinearWeights& w) {
+        require(!w.nf4 && !w.lora.a, "engine: weights in NF4 or with adapters; merge the adapters first");
+        count_bytes(w.weight);
+        count_bytes(w.bias);
+    };
     for (const BlockWeights& b : weights.blocks) {
         for (const NormWeights& norm : {b.norm1, b.norm2}) {
             count_bytes(norm.weight);
             count_bytes(norm.bias);
         }
-        for (const LinearWeights& w : {b.qkv, b.proj, b.fc, b.fcproj, b.gate}) {
-            require(!w.nf4 && !w.lora.a, "engine: weights in NF4 or with adapters; merge the adapters first");
-            count_bytes(w.weight);
-            count_bytes(w.bias);
-        }
+        for (const LinearWeights& w : {b.qkv, b.proj, b.fc, b.fcproj, b.gate}) count_layer(w);
         for (const Tensor& norm : {b.headnorm, b.qnorm, b.knorm}) count_bytes(norm);
     }
-    for (const Tensor& t : {weights.head, weights.head_bias}) count_bytes(t);
+    count_layer(weights.head);
 }
 
 // On a GPU, runs steps of a full batch before the first sequence starts. For large batches this times the GEMM
@@ -322,7 +323,7 @@ void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invarian
     const auto layer = [&](Tensor out, Tensor inp, const NormWeights& n, const LinearWeights& w, Activation f,
                            Tensor residual) {
         const InputNorm before{n.weight, n.bias, static_cast<float>(config.norm_eps), config.norm == Norm::LayerNorm};
-        linear(out.rows(0, N), inp.rows(0, N), before, w.weight, w.bias, f, residual, scratch, batch_invariant, stream);
+        linear({out.rows(0, N), f, residual}, inp.rows(0, N), before, w, scratch, batch_invariant, stream);
     };
     const bool norm_after = config.norm_after;
     // Adds a half of the block to hidden: the linear layer's output, or its norm.
@@ -742,8 +743,8 @@ DecodeModel Engine::decode_model() const {
 void Engine::compute_logits(Tensor hidden) {
     const InputNorm before{weights.normf.weight, weights.normf.bias, static_cast<float>(config.norm_eps),
                            config.norm == Norm::LayerNorm};
-    linear(logits_out.rows(0, hidden.shape[0]), hidden, before, weights.head, weights.head_bias, Activation::None, {},
-           scratch, options.batch_invariant, stream);
+    linear({logits_out.rows(0, hidden.shape[0])}, hidden, before, weights.head, scratch, options.batch_invariant,
+           stream);
 }
 
 void Engine::sample(int64_t B) {

@@ -71,7 +71,7 @@ class Model {
             weights.blocks.push_back(b);
         }
         weights.normf = norm();
-        weights.wte = weights.head = make(m.dtype, {m.Vp, m.C});  // tied
+        weights.wte = weights.head.weight = make(m.dtype, {m.Vp, m.C});  // tied
         weight_bytes = bytes;
         if (shape == GPT2_124M) weights.wpe = make(m.dtype, {m.capacity, m.C});
         const int64_t columns = (m.capacity + KV_PAGE - 1) / KV_PAGE;

@@ -21,7 +21,11 @@ void layer(benchmark::State& state, DType T, bool with_norm, Activation f) {
     if (with_norm) before.weight = before.bias = norm;
     const Tensor residual = f == Activation::None ? out.tensor() : Tensor{};
     run_bench(
-        state, [&] { linear(out, inp, before, weight, bias, f, residual, scratch, false, stream()); }, stream());
+        state,
+        [&] {
+            linear({out, f, residual}, inp, before, {weight, bias}, scratch, false, stream());
+        },
+        stream());
     report_bytes(state, weight.bytes());
 }
 

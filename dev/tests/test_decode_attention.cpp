@@ -396,7 +396,7 @@ TEST_P(DecodeAttention, InputsReadyReadsTheCacheEarly) {
             }();
             batch.positions = batch.angles = positions;
             embedding_forward(inp, rows, rows, table, {}, stream);
-            linear(qkv, inp, {}, weight, {}, Activation::None, {}, scratch, false, stream);
+            linear({qkv}, inp, {}, {weight}, scratch, false, stream);
             decode_attention(out, qkv, cache.k, cache.v, batch, 0, call.scale, call.scratch, stream);
             synchronize(stream);
             const std::vector<double> got = out.fetch();

@@ -131,8 +131,8 @@ struct Fixture {
         }
         weights.normf = norm();
         if (z.embedding_norm) weights.embedding_norm = norm();
-        if (z.head_bias) weights.head_bias = random(T, {z.V}, 0.5);
-        weights.head = random(T, {z.V, z.C}, 1 / std::sqrt(double(z.C)));
+        if (z.head_bias) weights.head.bias = random(T, {z.V}, 0.5);
+        weights.head.weight = random(T, {z.V, z.C}, 1 / std::sqrt(double(z.C)));
     }
     Tensor random(DType dtype, std::initializer_list<int64_t> shape, double scale, double shift = 0) {
         arrays.push_back(std::make_unique<TestArray>(TestArray::random(dtype, shape, seed++, scale, shift)));
@@ -230,8 +230,8 @@ std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& sequen
         add(x, matmul(act, b.fcproj, z.FFN, z.C));
     }
     const std::vector<double> last = norm(x, f.weights.normf);
-    return reference::matmul_forward(&last[size_t((n - 1) * z.C)], data(f.weights.head), data(f.weights.head_bias), 1,
-                                     z.C, z.V)
+    return reference::matmul_forward(&last[size_t((n - 1) * z.C)], data(f.weights.head.weight),
+                                     data(f.weights.head.bias), 1, z.C, z.V)
         .value;
 }
 
@@ -289,8 +289,8 @@ class Runner {
             linear_scratch(N, std::max({z.C, Q, z.FFN}), std::max({2 * z.FFN, qkv_channels, z.V}), f.T));
         const auto layer = [&](const Tensor& out, const Tensor& inp, const NormWeights& n, const LinearWeights& w,
                                Activation activation, const Tensor& residual) {
-            linear(out, inp, {n.weight, n.bias, f.model().eps, z.centred}, w.weight, w.bias, activation, residual,
-                   scratch, false, Stream{});
+            linear({out, activation, residual}, inp, {n.weight, n.bias, f.model().eps, z.centred}, w, scratch, false,
+                   Stream{});
         };
         embedding_forward(x, ids, embedded, f.weights.wte, f.weights.wpe, Stream{});
         const NormWeights& e = f.weights.embedding_norm;
@@ -316,7 +316,7 @@ class Runner {
             layer(act, x, b.norm2, b.fc, z.activation, {});
             layer(x, act, {}, b.fcproj, Activation::None, x);
         }
-        layer(logits, x, f.weights.normf, {f.weights.head, f.weights.head_bias}, Activation::None, {});
+        layer(logits, x, f.weights.normf, f.weights.head, Activation::None, {});
     }
 
     const Fixture& f;

@@ -93,14 +93,16 @@ struct Arrays {
         if (n.centred) n.bias = norm_bias;
         return n;
     }
+    LinearWeights weights(const Case& c) const {
+        return {weight.tensor().columns(0, c.C), c.bias ? bias.tensor() : Tensor{}};
+    }
     void run(const Case& c, const TestArray& out, DType T, bool batch_invariant = false, int64_t first = 0,
              int64_t count = -1) const {
         const int64_t end = count < 0 ? c.N : first + count;
         const TestArray scratch = TestArray::scratch(linear_scratch(c.N, c.C, c.OC, T));
-        linear(out.tensor().columns(0, columns).rows(first, end), inp.tensor().columns(0, c.C).rows(first, end),
-               norm(c), weight.tensor().columns(0, c.C), c.bias ? bias.tensor() : Tensor{}, c.f,
-               c.residual ? residual.tensor().columns(0, columns).rows(first, end) : Tensor{}, scratch, batch_invariant,
-               stream());
+        linear({out.tensor().columns(0, columns).rows(first, end), c.f,
+                c.residual ? residual.tensor().columns(0, columns).rows(first, end) : Tensor{}},
+               inp.tensor().columns(0, c.C).rows(first, end), norm(c), weights(c), scratch, batch_invariant, stream());
         synchronize(stream());
     }
 };
@@ -119,10 +121,9 @@ void check(const Case& c, DType T) {
     expect_close("out", got, ref.value, ref.mag, c.C, a.columns, T, 3);
     expect_gaps_untouched("out", out.fetch(), ld, a.columns);
     if (c.residual) {  // where it may lie
-        linear(a.residual.tensor().columns(0, a.columns), a.inp.tensor().columns(0, c.C), a.norm(c),
-               a.weight.tensor().columns(0, c.C), c.bias ? a.bias.tensor() : Tensor{}, c.f,
-               a.residual.tensor().columns(0, a.columns), TestArray::scratch(linear_scratch(c.N, c.C, c.OC, T)), false,
-               stream());
+        const Tensor in_place = a.residual.tensor().columns(0, a.columns);
+        linear({in_place, c.f, in_place}, a.inp.tensor().columns(0, c.C), a.norm(c), a.weights(c),
+               TestArray::scratch(linear_scratch(c.N, c.C, c.OC, T)), false, stream());
         synchronize(stream());
         expect_same_bits("in place", got, take_columns(a.residual.fetch(), c.OC + c.gap, a.columns));
     }
@@ -237,14 +238,14 @@ TEST(LinearArguments, InvalidArgumentsAreErrors) {
     const TestArray out = TestArray::poisoned({2, 5}), inp = TestArray::random({2, 4}, 1),
                     weight = TestArray::random({5, 4}, 2), scratch = TestArray::scratch(4096);
     const auto call = [&](Activation f, Tensor residual, Tensor bias = {}) {
-        linear(out, inp, {}, weight, bias, f, residual, scratch, false, stream());
+        linear({out, f, residual}, inp, {}, {weight, bias}, scratch, false, stream());
     };
     expect_error([&] { call(Activation::SwiGLU, {}); },
                  "linear: weight has 5 rows; SwiGLU needs an even number, half for gate and half for up");
     expect_error([&] { call(Activation::GELU, out); }, "linear: an activation and a residual can't be combined");
     expect_error([&] { call(Activation::None, {}, inp); }, "linear: bias is fp32 [2, 4], expected fp32 [5]");
     expect_error(
-        [&] { linear(out, inp, {}, weight, {}, Activation::None, {}, TestArray::scratch(8), false, stream()); },
+        [&] { linear({out}, inp, {}, {weight}, TestArray::scratch(8), false, stream()); },
         str("linear: scratch is uint8 [8], expected uint8 [", linear_scratch(2, 4, 5, DType::F32), "] or more"));
 }
 

@@ -451,7 +451,7 @@ Arguments<T> arguments_of(const Tensor& logits, const Tensor& ids, const DecodeB
                     int(batch.table.shape[1])};
     a.wte = weights.wte.as<T>();
     a.wpe = weights.wpe ? weights.wpe.as<T>() : nullptr;
-    a.head = weights.head.as<T>();
+    a.head = weights.head.weight.as<T>();
     a.vocab = weights.wte.shape[0];
     a.wpe_rows = weights.wpe ? weights.wpe.shape[0] : 0;
     a.normf_weight = weights.normf.weight.as<float>();
@@ -496,7 +496,7 @@ Arguments<T> arguments_of(const Tensor& logits, const Tensor& ids, const DecodeB
     a.attention_offset = take(z.attention_bytes);
     a.layers_offset = take(z.layers_bytes);
     a.qk_norm = m.qk_norm;
-    a.head_bias = m.head_bias ? weights.head_bias.as<T>() : nullptr;
+    a.head_bias = m.head_bias ? weights.head.bias.as<T>() : nullptr;
     if (m.embedding_norm) {
         a.embedding_norm_weight = weights.embedding_norm.weight.as<float>();
         a.embedding_norm_bias = weights.embedding_norm.bias.as<float>();
@@ -543,10 +543,10 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
     };
     check_weight(op, "wte", weights.wte, m.dtype, weights.wte.shape[0], m.C);
     if (weights.wpe) check_weight(op, "wpe", weights.wpe, m.dtype, weights.wpe.shape[0], m.C);
-    check_weight(op, "head", weights.head, m.dtype, m.Vp, m.C);
+    check_weight(op, "head", weights.head.weight, m.dtype, m.Vp, m.C);
     norm(weights.normf);
     if (m.embedding_norm) norm(weights.embedding_norm);
-    if (m.head_bias) check_tensor(op, "head.bias", weights.head_bias, m.dtype, {m.Vp});
+    if (m.head_bias) check_tensor(op, "head.bias", weights.head.bias, m.dtype, {m.Vp});
     require(m.layer_options.empty() || int64_t(m.layer_options.size()) == m.layers, op, ": options of ",
             m.layer_options.size(), " layers, expected ", m.layers);
     std::vector<Layer> layers;

@@ -33,8 +33,7 @@ struct InferenceWeights {
     Tensor wte, wpe;  // [Vp, C]; [positions, C] or null
     std::vector<BlockWeights> blocks;
     NormWeights normf;
-    Tensor head;                 // [Vp, C]
-    Tensor head_bias;            // [Vp] or null
+    LinearWeights head;          // [Vp, C]
     NormWeights embedding_norm;  // after the embedding; or null
 };
 

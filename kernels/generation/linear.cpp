@@ -130,12 +130,13 @@ int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype) {
     return linear_normed_bytes(N, C, dtype) + N * OC * dtype_size(dtype);
 }
 
-void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor bias, Activation activation,
-            Tensor residual, Tensor scratch, bool, Stream stream) {
-    const char* op = "linear";
-    const LinearSizes z = check_linear(op, DType::F32, out, inp, norm, weight, bias, activation, residual, scratch);
+void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const LinearWeights& weights, Tensor scratch,
+            bool, Stream stream) {
+    const LinearSizes z = check_linear("linear", DType::F32, output, inp, norm, weights, scratch);
+    const auto& [out, activation, residual] = output;
     const Tensor x = norm.weight ? linear_normed(scratch, z, inp, norm, stream) : inp;
     const Tensor y = activation == Activation::None ? out : linear_pre_activation(scratch, z, inp);
-    gemm(y, x, weight, bias, residual);  // check_linear: there is no residual where an activation follows
+    gemm(y, x, weights.weight, weights.bias,
+         residual);  // check_linear: there is no residual where an activation follows
     if (activation != Activation::None) activation_forward(activation, out, y, stream);
 }

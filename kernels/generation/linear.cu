@@ -10,8 +10,10 @@
 namespace {
 
 template <typename T>
-LinearParams<T> make_params(const LinearSizes& z, const Tensor& out, const Tensor& inp, const InputNorm& norm,
-                            const Tensor& weight, const Tensor& bias, Activation activation, const Tensor& residual) {
+LinearParams<T> make_params(const LinearSizes& z, const LinearOutput& output, const Tensor& inp, const InputNorm& norm,
+                            const LinearWeights& weights) {
+    const auto& [out, activation, residual] = output;
+    const Tensor &weight = weights.weight, &bias = weights.bias;
     LinearParams<T> p{};
     p.inp = inp.as<T>();
     p.inp_stride = row_stride(inp);
@@ -56,18 +58,21 @@ int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype) {
     return linear_normed_bytes(N, C, dtype) + N * OC * dtype_size(dtype);
 }
 
-void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor bias, Activation activation,
-            Tensor residual, Tensor scratch, bool batch_invariant, Stream stream) {
+void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const LinearWeights& weights, Tensor scratch,
+            bool batch_invariant, Stream stream) {
     const char* op = "linear";
     const DType dtype = check_activation_dtype(op, "inp", inp);
-    const LinearSizes z = check_linear(op, dtype, out, inp, norm, weight, bias, activation, residual, scratch);
+    const LinearSizes z = check_linear(op, dtype, output, inp, norm, weights, scratch);
     if (z.N == 0 || z.OC == 0) return;
     bool done = false;
     dispatch_dtype(op, dtype, [&](auto zero) {
-        const auto p = make_params<decltype(zero)>(z, out, inp, norm, weight, bias, activation, residual);
+        const auto p = make_params<decltype(zero)>(z, output, inp, norm, weights);
         done = launch_own_kernel(op, p, batch_invariant, stream);
     });
     if (done) return;
+    const Tensor &out = output.out, &weight = weights.weight, &bias = weights.bias;
+    const Activation activation = output.activation;
+    Tensor residual = output.residual;
     const Tensor x = norm.weight ? linear_normed(scratch, z, inp, norm, stream) : inp;
     if (activation != Activation::None)
         return matmul_forward_activation(activation, out, linear_pre_activation(scratch, z, inp), x, weight, bias,

@@ -15,12 +15,13 @@
 //
 // T is the dtype of inp, weight, bias, residual and out: fp32; on CUDA also bf16 and fp16. Norm weights and sums are
 // fp32; x is rounded to T, and so is y where matmul.h computes it. Errors: wrong shape or dtype, odd OC with a gated f,
-// an activation together with a residual.
+// an activation together with a residual, weights that are not in T.
 #pragma once
 
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 #include "runtime/model/activation_config.h"
+#include "runtime/model/linear_weight.h"
 
 // The norm of a linear layer's input: LayerNorm (centred) or RMSNorm; norm.h has the formulas.
 struct InputNorm {
@@ -31,8 +32,14 @@ struct InputNorm {
 
 constexpr int64_t LINEAR_SMALL_N = 8;
 
-// out [N, OC], with a gated f [N, OC/2]; inp [N, C]; weight [OC, C]; bias [OC] or null; residual: as out,
-// may be the same memory, or null. scratch: linear_scratch bytes (U8).
-void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor bias, Activation activation,
-            Tensor residual, Tensor scratch, bool batch_invariant, Stream stream);
+// What becomes of y.
+struct LinearOutput {
+    Tensor out;  // [N, OC], with a gated f [N, OC/2]
+    Activation activation = Activation::None;
+    Tensor residual = {};  // as out, may be the same memory, or null
+};
+
+// inp [N, C]; scratch: linear_scratch bytes (U8).
+void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const LinearWeights& weights, Tensor scratch,
+            bool batch_invariant, Stream stream);
 int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype);

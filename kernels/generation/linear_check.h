@@ -9,9 +9,11 @@ struct LinearSizes {
     int64_t N, C, OC, columns;  // columns of out
 };
 
-inline LinearSizes check_linear(const char* op, DType dtype, const Tensor& out, const Tensor& inp,
-                                const InputNorm& norm, const Tensor& weight, const Tensor& bias, Activation activation,
-                                const Tensor& residual, const Tensor& scratch) {
+inline LinearSizes check_linear(const char* op, DType dtype, const LinearOutput& output, const Tensor& inp,
+                                const InputNorm& norm, const LinearWeights& weights, const Tensor& scratch) {
+    const auto& [out, activation, residual] = output;
+    const Tensor &weight = weights.weight, &bias = weights.bias;
+    require(!weights.nf4 && !weights.lora.a, op, ": weights in NF4 or with adapters; merge the adapters first");
     check_matrix(op, "inp", inp, dtype);
     check_matrix(op, "weight", weight, dtype);
     LinearSizes z{inp.shape[0], inp.shape[1], weight.shape[0], weight.shape[0]};

@@ -24,8 +24,9 @@ struct LoraWeights {
 
 // A weight as a linear layer sees it: in T or packed, with what is added to it.
 struct LinearWeights {
-    Tensor weight, bias;                    // [OC, C], null if it is packed; [OC] or null
-    const struct Nf4Matrix* nf4 = nullptr;  // in NF4 (kernels/nf4.h), or null
+    Tensor weight, bias = {};                     // [OC, C], null if it is packed; [OC] or null
+    const struct Nf4Matrix* nf4 = nullptr;        // in NF4 (kernels/nf4.h), or null
+    const struct PackedWeight* packed = nullptr;  // in 8 or 4 bits (kernels/packed_weight.h), or null
     LoraWeights lora = {};
 };
 struct BlockWeights {
