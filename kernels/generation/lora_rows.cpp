@@ -1,0 +1,52 @@
+// Both products are dot products of a row with rows of A, then of B. The rows of a batch are divided among threads.
+#include "kernels/generation/lora_rows.h"
+
+#include "kernels/cpu/cpu_loops.h"
+#include "kernels/generation/lora_rows_check.h"
+
+namespace {
+
+// to[i] = x·rows[i], or added to it.
+MULTIARCH void dot_rows(float* to, const float* x, const float* rows, int64_t count, int64_t C, bool add) {
+    for (int64_t i = 0; i < count; i++) {
+        const float y = vec_dot(x, rows + i * C, C);
+        to[i] = add ? to[i] + y : y;
+    }
+}
+
+// Calls f(row, adapter) for the rows that have an adapter.
+template <typename F>
+void for_rows(const AdapterTiles& tiles, const AdapterSizes& z, F f) {
+    const int32_t *rows = tiles.rows.as<int32_t>(), *adapters = tiles.adapters.as<int32_t>();
+#pragma omp parallel for schedule(dynamic) if (z.N > 1)
+    for (int64_t i = 0; i < z.tiles * LORA_TILE; i++) {
+        const int64_t row = rows[i], adapter = adapters[i / LORA_TILE];
+        if (row >= 0 && row < z.N && adapter >= 0 && adapter < z.adapters) f(row, adapter);
+    }
+}
+
+}  // namespace
+
+int64_t adapter_splits(int64_t) {
+    return 1;
+}
+
+void adapters_shrink(Tensor low_rank, Tensor x, const AdapterWeights& w, const AdapterTiles& tiles, Stream) {
+    const AdapterSizes z = check_adapters("adapters_shrink", DType::F32, low_rank, "x", x, w, tiles);
+    const int64_t width = z.parts * z.R, C = z.columns;
+    for_rows(tiles, z, [&](int64_t row, int64_t adapter) {
+        const float *from = x.as<float>() + row * row_stride(x), *a = w.a.as<float>() + adapter * width * C;
+        float* const to = low_rank.as<float>() + row * width;
+        dot_rows(to, from, a, width, C, false);
+    });
+}
+
+void adapters_expand(Tensor y, Tensor low_rank, const AdapterWeights& w, const AdapterTiles& tiles, Stream) {
+    const AdapterSizes z = check_adapters("adapters_expand", DType::F32, low_rank, "y", y, w, tiles);
+    for_rows(tiles, z, [&](int64_t row, int64_t adapter) {
+        const float *h = low_rank.as<float>() + row * z.parts * z.R, *b = w.b.as<float>() + adapter * z.columns * z.R;
+        float* const to = y.as<float>() + row * row_stride(y);
+        for (int64_t part = 0, o = 0; part < z.parts; o = w.part_ends[size_t(part++)])
+            dot_rows(to + o, h + part * z.R, b + o * z.R, w.part_ends[size_t(part)] - o, z.R, true);
+    });
+}

@@ -1,0 +1,34 @@
+// The checks of the arguments of lora_rows.h, for both backends.
+#pragma once
+
+#include "kernels/check.h"
+#include "kernels/generation/lora_rows.h"
+
+struct AdapterSizes {
+    int64_t N, columns, adapters, tiles, parts, R;  // columns: of x or y
+};
+
+inline AdapterSizes check_adapters(const char* op, DType dtype, const Tensor& low_rank, const char* name,
+                                   const Tensor& matrix, const AdapterWeights& w, const AdapterTiles& tiles) {
+    check_matrix(op, name, matrix, dtype);
+    require(w.a.rank == 3 && w.b.rank == 3, op, ": A is ", shape_string(w.a), " and B ", shape_string(w.b),
+            ", expected [adapters, parts·R, C] and [adapters, OC, R]");
+    const int64_t R = w.b.shape[2], C = w.a.shape[2], OC = w.b.shape[1], N = matrix.shape[0];
+    int64_t parts = 0;
+    for (int64_t begin = 0; parts < LORA_MAX_PARTS && w.part_ends[size_t(parts)]; begin = w.part_ends[size_t(parts++)])
+        require(w.part_ends[size_t(parts)] > begin && w.part_ends[size_t(parts)] <= OC, op, ": part ", parts,
+                " ends at output ", w.part_ends[size_t(parts)], "; it must end after ", begin, " and by ", OC);
+    require(parts > 0 && w.part_ends[size_t(parts - 1)] == OC, op, ": the parts end at output ",
+            parts ? w.part_ends[size_t(parts - 1)] : 0, ", expected ", OC);
+    require(R > 0 && R <= LORA_MAX_RANK && R % LORA_RANK_MULTIPLE == 0, op, ": a rank of ", R,
+            "; it must be a positive multiple of ", LORA_RANK_MULTIPLE, ", at most ", LORA_MAX_RANK);
+    check_tensor(op, "A", w.a, dtype, {w.a.shape[0], parts * R, C});
+    check_tensor(op, "B", w.b, dtype, {w.a.shape[0], OC, R});
+    for (const Tensor& t : {w.a, w.b}) check_contiguous(op, "A or B", t);
+    check_tensor(op, "low_rank", low_rank, DType::F32, {adapter_splits(C), N, parts * R});
+    check_contiguous(op, "low_rank", low_rank);
+    const int64_t count = tiles.adapters.shape[0];
+    check_tensor(op, "tiles.adapters", tiles.adapters, DType::I32, {count});
+    check_tensor(op, "tiles.rows", tiles.rows, DType::I32, {count * LORA_TILE});
+    return {N, matrix.shape[1], w.a.shape[0], count, parts, R};
+}
