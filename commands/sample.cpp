@@ -20,7 +20,7 @@ struct SampleOptions {
     int64_t max_tokens = 256, num_samples = 1, batch_size = 64;
     int64_t top_logprobs = 0;
     int64_t context = 0;  // 0: the longest prompt with its completion, at most the rows of the position table
-    std::vector<std::string> stop;
+    std::vector<std::string> stop, adapters;
     ContextPolicy policy;
     bool ignore_eos = false, logprobs = false, batch_invariant = false, random_weights = false, json = false;
 };
@@ -41,7 +41,13 @@ SampleOptions parse_sample(const Args& args) {
         ->check(at_least(1))
         ->capture_default_str();
     add_sampling_flags(app, o.sampling);
-    app.add_option("--num-samples", o.num_samples, "completions per prompt")->check(at_least(1))->capture_default_str();
+    app.add_option("--adapter", o.adapters,
+                   "LoRA adapter of the model, or a run that trained one, which is applied at run time and not merged; "
+                   "may be given several times: each prompt is then completed with each")
+        ->allow_extra_args(false);
+    app.add_option("--num-samples", o.num_samples, "completions per prompt and adapter")
+        ->check(at_least(1))
+        ->capture_default_str();
     app.add_option("--batch-size", o.batch_size, "maximum number of sequences that generate at the same time")
         ->check(at_least(1))
         ->capture_default_str();
@@ -86,8 +92,9 @@ void run_sample(const Args& args) {
     job.prompts = o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : read_prompts(o.prompt_file);
     // Each has a state of its own while the program runs, so a number without a limit would use up the memory.
     constexpr int64_t MOST = 1000000;
-    require(o.num_samples <= MOST / int64_t(job.prompts.size()), "--num-samples ", o.num_samples, " for ",
-            job.prompts.size(), " prompts: at most ", MOST,
+    const int64_t sets = int64_t(job.prompts.size() * std::max<size_t>(o.adapters.size(), 1));
+    require(o.num_samples <= MOST / sets, "--num-samples ", o.num_samples, " for ", sets, " prompts",
+            o.adapters.empty() ? "" : " with adapters", ": at most ", MOST,
             " completions in one run; run it several times, each with another --seed");
     int64_t longest = 0;
     for (const std::string& prompt : job.prompts) {
@@ -97,7 +104,7 @@ void run_sample(const Args& args) {
         if (!lost.empty()) std::cerr << "train_gpt: sample: prompt " << job.tokens.size() << ": " << lost << "\n";
     }
     EngineOptions engine_options;
-    engine_options.slots = std::min(int64_t(job.prompts.size()) * o.num_samples, o.batch_size);
+    engine_options.slots = std::min(sets * o.num_samples, o.batch_size);
     engine_options.context = o.context ? o.context : longest + o.max_tokens;
     if (!o.context && source.config.positions == Positions::Learned)
         engine_options.context = std::min(engine_options.context, source.config.max_positions);
@@ -109,8 +116,9 @@ void run_sample(const Args& args) {
     engine_options.batch_invariant = o.batch_invariant;
     engine_options.logprobs = o.logprobs || o.top_logprobs > 0;
     engine_options.top_logprobs = o.top_logprobs;
-    LoadedEngine m(ctx, source, engine_options, o.random_weights);
+    LoadedEngine m(ctx, source, engine_options, o.random_weights, o.adapters);
 
+    job.adapters = o.adapters;
     job.num_samples = o.num_samples;
     job.completion.max_tokens = o.max_tokens;
     job.completion.stop = o.stop;

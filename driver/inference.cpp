@@ -13,6 +13,19 @@ namespace {
 constexpr const char* SMALLER_INFERENCE =
     "give it fewer tokens at a time, a --dtype of 16 bits if this backend has one, or a smaller model";
 
+std::unique_ptr<AdapterBank> bank_for(const Model& model, const std::vector<LoraAdapter>& adapters) {
+    if (adapters.empty()) return nullptr;
+    int64_t rank = 0;
+    for (const LoraAdapter& adapter : adapters) rank = std::max(rank, adapter.rank());
+    return std::make_unique<AdapterBank>(model.table, int64_t(adapters.size()), rank, model.precision.dtype);
+}
+
+EngineOptions with_adapters(EngineOptions options, const AdapterBank* bank, size_t adapters) {
+    options.adapters = int64_t(adapters);
+    if (bank) options.adapter_rank = bank->rank();
+    return options;
+}
+
 }  // namespace
 
 LoadedModel::LoadedModel(const Context& ctx, const ModelSource& from, const RunShape& shape)
@@ -25,17 +38,25 @@ LoadedModel::LoadedModel(const Context& ctx, const ModelSource& from, const RunS
 }
 
 LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options,
-                           bool random_weights)
-    : model(source.config, {}, {options.dtype}), engine(source.config, options, ctx.stream) {
+                           bool random_weights, const std::vector<std::string>& adapter_names)
+    : model(source.config, {}, {options.dtype}),
+      adapters(read_adapters(source, model.table, adapter_names)),
+      bank(bank_for(model, adapters)),
+      engine(source.config, with_adapters(options, bank.get(), adapters.size()), ctx.stream) {
     require(random_weights || !source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
-    memory_plan(model, engine).check([](int64_t) { return SMALLER_INFERENCE; });
+    memory_plan(model, engine, bank.get()).check([](int64_t) { return SMALLER_INFERENCE; });
     model.allocate(ctx);
+    if (bank) bank->allocate(ctx.stream);
+    for (size_t i = 0; i < adapters.size(); i++) bank->store(int64_t(i), adapters[i], ctx.stream);
+    adapters.clear();
     if (random_weights)
         initialise_weights(model.table, model.arenas, options.sampling.seed, ctx.stream);
     else
         std::cerr << load_weights(source, model.table, model.arenas);
     load_matmul_cache(ctx.stream);
-    engine.allocate(inference_weights(model));
+    InferenceWeights weights = inference_weights(model);
+    if (bank) weights.adapters = bank->blocks();
+    engine.allocate(weights);
     store_matmul_cache(ctx.stream);
     if (const char* option = engine.unfused_option())
         std::cerr << "decode steps run kernel by kernel: the fused decode step does not support " << option << "\n";
@@ -48,12 +69,14 @@ InferenceWeights inference_weights(const Model& model) {
                        .blocks = {},
                        .normf = norm(NORMF_W),
                        .head = {model.weight(model.head()), model.weight(HEAD_B)},
-                       .embedding_norm = norm(EMBEDNORM_W)};
+                       .embedding_norm = norm(EMBEDNORM_W),
+                       .adapters = {}};
     for (int64_t l = 0; l < model.config.layers; l++) w.blocks.push_back(block_weights(model, l));
     return w;
 }
-MemoryPlan memory_plan(const Model& model, const Engine& engine) {
+MemoryPlan memory_plan(const Model& model, const Engine& engine, const AdapterBank* bank) {
     MemoryPlan plan = memory_plan(model);
+    if (bank) plan.add("adapters", bank->bytes());
     plan.add("KV cache", engine.cache_bytes());
     if (engine.state_bytes()) plan.add("linear states", engine.state_bytes());
     plan.add("activations", engine.activation_bytes());

@@ -1,9 +1,11 @@
 // A model with its weights for the commands that don't train: its forward pass, or the engine that generates with it.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "driver/adapter_bank.h"
 #include "infer/engine.h"
 #include "model.h"
 
@@ -21,14 +23,18 @@ struct LoadedModel {
 // A model with its weights, or random ones, and what generates with it.
 struct LoadedEngine {
     Model model;
+    std::vector<LoraAdapter> adapters;  // until they are in the bank
+    std::unique_ptr<AdapterBank> bank;  // null: none
     Engine engine;
 
-    LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options, bool random_weights);
+    // adapter_names: of LoRA adapters that prompts may use, by their index (read_adapters()).
+    LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options, bool random_weights,
+                 const std::vector<std::string>& adapter_names = {});
 };
 
 // The weights as infer/ takes them.
 InferenceWeights inference_weights(const Model& model);
-MemoryPlan memory_plan(const Model& model, const Engine& engine);
+MemoryPlan memory_plan(const Model& model, const Engine& engine, const AdapterBank* bank = nullptr);
 
 // A tensor of any of the float dtypes, on the host.
 std::vector<float> fetch_floats(const Context& ctx, const Tensor& t);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "kernels/activation.h"
 #include "kernels/attention/attention.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/embedding.h"
@@ -35,9 +36,10 @@ const char* unfused_model_option(const ModelConfig& c) {
                                            : nullptr;
 }
 
-// Bits of step_classes beside those of sampling_class: what a step computes after sampling.
-constexpr uint32_t LOGPROBS = 1 << 16, TOP_LOGPROBS = 1 << 17;
-constexpr uint32_t STEP_KERNELS = sampling_class::KERNELS | LOGPROBS | TOP_LOGPROBS;
+// Bits of step_classes beside those of sampling_class: what a step computes after sampling, and whether its rows use
+// adapters.
+constexpr uint32_t LOGPROBS = 1 << 16, TOP_LOGPROBS = 1 << 17, ADAPTERS = 1 << 18;
+constexpr uint32_t STEP_KERNELS = sampling_class::KERNELS | LOGPROBS | TOP_LOGPROBS | ADAPTERS;
 
 EngineOptions effective(EngineOptions o, const ModelConfig& config) {
     if (o.sampled_vocab == 0 || o.sampled_vocab > config.vocab_size) o.sampled_vocab = config.vocab_size;
@@ -140,9 +142,20 @@ void Engine::plan_memory() {
     if (c.layers_of(AttentionType::Linear))
         add(&past_z, "past_z", DType::F32, {B, c.kv_heads, c.head_size}, ATTENTION, ATTENTION);
     if (c.layers_of(AttentionType::GatedLinear)) {
-        if (!c.norm_after) add(&normed, "normed", T, {N, c.channels}, QKV, QKV);
         add(&gate, "gate", DType::F32, {N, c.kv_heads}, QKV, ATTENTION);
         add(&linear_att, "linear_att", T, {N, attention}, ATTENTION, ATTENTION);
+    }
+    if ((c.layers_of(AttentionType::GatedLinear) || options.adapters) && !c.norm_after)
+        add(&normed, "normed", T, {N, c.channels}, QKV, FC);
+    if (options.adapters) {
+        const int64_t R = options.adapter_rank;  // at most three parts have channels as inputs
+        const int64_t columns =
+            R * std::max({3 * adapter_splits(c.channels), adapter_splits(attention), adapter_splits(c.ffn)});
+        const int64_t tiles = max_adapter_tiles(N, options.adapters);
+        add(&low_rank, "low_rank", DType::F32, {N * columns}, QKV, FCPROJ);
+        add(&pre_activation, "pre_activation", T, {N, c.fc_channels()}, FC, FC);
+        keep(&tile_rows, "tile_rows", DType::I32, {tiles * LORA_TILE});
+        keep(&tile_adapters, "tile_adapters", DType::I32, {tiles});
     }
     add(&act, "act", T, {N, c.ffn}, FC, FCPROJ);
     if (c.norm_after) add(&unnormed, "unnormed", T, {N, c.channels}, PROJ, FCPROJ);
@@ -187,6 +200,8 @@ void Engine::plan_memory() {
 
 void Engine::allocate(const InferenceWeights& model_weights) {
     weights = model_weights;
+    require(options.adapters == 0 || int64_t(weights.adapters.size()) == config.layers, "engine: adapters of ",
+            weights.adapters.size(), " layers, expected ", config.layers);
     cache.allocate();
     states.allocate();
     memory = Arena(plan.bytes(), "activations");
@@ -195,10 +210,11 @@ void Engine::allocate(const InferenceWeights& model_weights) {
         *tensor = memory.at(e.offset, e.dtype, e.shape);
     }
     const int64_t N = tokens.shape[0], B = options.slots;
-    staging = std::make_unique<Staging>(
-        cache.table_bytes() + ((2 + cache.num_groups()) * N + 10 * B + 9) * 4 + (dynamic_rope ? table.bytes() : 0) +
-            B * (6 * 4 + 2 * 8) + sampling_rows.bytes() + bytes_of(seen) + bytes_of(masks) + bytes_of(prompt_targets),
-        4);
+    staging = std::make_unique<Staging>(cache.table_bytes() + ((2 + cache.num_groups()) * N + 10 * B + 9) * 4 +
+                                            (dynamic_rope ? table.bytes() : 0) + B * (6 * 4 + 2 * 8) +
+                                            sampling_rows.bytes() + bytes_of(seen) + bytes_of(masks) +
+                                            bytes_of(prompt_targets) + bytes_of(tile_rows) + bytes_of(tile_adapters),
+                                        4);
     const int64_t top = B * options.top_logprobs, result_row = 2 * B + 2 * top;
     results = HostMemory(host_alloc(size_t(result_row) * 8), host_free);
     if (options.prompt_logprobs)
@@ -228,6 +244,24 @@ void Engine::allocate(const InferenceWeights& model_weights) {
     cache.upload_tables(*staging, stream);
     prepare_graphs();
     device_fill(buffer_index.data, 0, size_t(buffer_index.bytes()), stream);
+}
+
+// The tiles of a batch of N rows, as they were uploaded last.
+AdapterTiles Engine::adapter_tiles(int64_t N) const {
+    const int64_t count = max_adapter_tiles(N, options.adapters);
+    return {tile_rows.rows(0, count * LORA_TILE), tile_adapters.rows(0, count)};
+}
+
+// Null where the rows are computed without adapters. With a promise of bits all rows are computed alike.
+std::optional<AdapterTiles> Engine::upload_adapters(const std::vector<int32_t>& adapter_of_row) {
+    const bool used =
+        std::any_of(adapter_of_row.begin(), adapter_of_row.end(), [](int32_t adapter) { return adapter >= 0; });
+    if (!used && !(options.adapters && options.batch_invariant)) return {};
+    const HostAdapterTiles host = tiles_of_adapters(adapter_of_row, options.adapters);
+    const AdapterTiles tiles = adapter_tiles(int64_t(adapter_of_row.size()));
+    staging->put(tiles.rows.data, host.rows.data(), tiles.rows.bytes(), stream);
+    staging->put(tiles.adapters.data, host.adapters.data(), tiles.adapters.bytes(), stream);
+    return tiles;
 }
 
 void Engine::fill_rope_table() {
@@ -264,13 +298,15 @@ void Engine::count_weight_bytes() {
 void Engine::prepare_graphs() {
     const int64_t B = options.slots;
     if (!graphs_replay()) return;
-    for (const Tensor& t : {step_positions, slot_ids}) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
+    for (const Tensor& t : {step_positions, slot_ids, tile_rows, tile_adapters})
+        if (t) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
     for (const Tensor& t : {ids, sequences, steps, buffer_index}) device_fill(t.data, 0, size_t(t.bytes()), stream);
     std::vector<SamplingRow> sampling;
     for (int64_t b = 0; b < B; b++) sampling.push_back(sampling_row(options.sampling, options.sampled_vocab, b));
     copy_to_device(sampling_rows.data, sampling.data(), size_t(sampling_rows.bytes()), stream);
     synchronize(stream);  // `sampling` is a local variable
     step_classes = sampling[0].classes | (options.logprobs ? LOGPROBS : 0u);
+    if (options.adapters && options.batch_invariant) step_classes |= ADAPTERS;
     if (!options.batch_invariant && B > LINEAR_SMALL_N) {
         matmul_tuning(true, stream);
         decode_step(B, bucket(1, options.context));
@@ -316,20 +352,42 @@ void Engine::norm(Tensor out, Tensor inp, const NormWeights& w) {
     }
 }
 
+// A linear layer with what surrounds it, where rows use adapters.
+void Engine::adapted_layer(const LinearOutput& output, Tensor inp, const NormWeights& n, const LinearWeights& w,
+                           const AdapterWeights& adapters, const AdapterTiles& tiles, bool batch_invariant) {
+    const int64_t N = inp.shape[0];
+    const Tensor from = n.weight ? normed.rows(0, N) : inp;
+    if (n.weight) norm(from, inp, n);
+    const bool activates = output.activation != Activation::None;
+    const Tensor y = activates ? pre_activation.rows(0, N) : output.out;
+    linear({y, Activation::None, output.residual}, from, {}, w, scratch, batch_invariant, stream);
+    if (adapters.a) {
+        const Tensor h = make_tensor(low_rank.data, DType::F32, low_rank.device,
+                                     {adapter_splits(from.shape[1]), N, adapters.a.shape[1]});
+        adapters_shrink(h, from, adapters, tiles, stream);
+        adapters_expand(y, h, adapters, tiles, stream);
+    }
+    if (activates) activation_forward(output.activation, output.out, y, stream);
+}
+
 // Runs x [N, C] through all blocks. attend(l) computes att from qkv and the cache.
 template <typename Attend>
-void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invariant, Attend attend) {
+void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invariant,
+                        const std::optional<AdapterTiles>& tiles, Attend attend) {
     const int64_t N = hidden.shape[0];
-    const auto layer = [&](Tensor out, Tensor inp, const NormWeights& n, const LinearWeights& w, Activation f,
-                           Tensor residual) {
+    BlockAdapters adapters;  // of the layer
+    const auto layer = [&](const LinearOutput& output, Tensor inp, const NormWeights& n, const LinearWeights& w,
+                           const AdapterWeights& a) {
+        const LinearOutput to{output.out.rows(0, N), output.activation, output.residual};
+        if (tiles) return adapted_layer(to, inp.rows(0, N), n, w, a, *tiles, batch_invariant);
         const InputNorm before{n.weight, n.bias, static_cast<float>(config.norm_eps), config.norm == Norm::LayerNorm};
-        linear({out.rows(0, N), f, residual}, inp.rows(0, N), before, w, scratch, batch_invariant, stream);
+        linear(to, inp.rows(0, N), before, w, scratch, batch_invariant, stream);
     };
     const bool norm_after = config.norm_after;
     // Adds a half of the block to hidden: the linear layer's output, or its norm.
-    const auto add_half = [&](Tensor inp, const LinearWeights& w, const NormWeights& n) {
-        if (!norm_after) return layer(hidden, inp, {}, w, Activation::None, hidden);
-        layer(unnormed, inp, {}, w, Activation::None, {});
+    const auto add_half = [&](Tensor inp, const LinearWeights& w, const AdapterWeights& a, const NormWeights& n) {
+        if (!norm_after) return layer({hidden, Activation::None, hidden}, inp, {}, w, a);
+        layer({unnormed}, inp, {}, w, a);
         rmsnorm_add_forward({.out = hidden,
                              .inp = unnormed.rows(0, N),
                              .residual = hidden,
@@ -339,19 +397,20 @@ void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invarian
     };
     for (int64_t l = 0; l < config.layers; l++) {
         const BlockWeights& w = weights.blocks[size_t(l)];
+        if (tiles) adapters = weights.adapters[size_t(l)];
         if (config.attention_type(l) == AttentionType::GatedLinear) {  // the decay gate reads the same as qkv
             const Tensor out = norm_after ? hidden : normed.rows(0, N);
             if (!norm_after) norm(out, hidden, w.norm1);
             decay_gate_forward(gate.rows(0, N), out, w.gate.weight, w.gate.bias, stream);
-            layer(qkv, out, {}, w.qkv, Activation::None, {});
+            layer({qkv}, out, {}, w.qkv, adapters.qkv);
         } else {
-            layer(qkv, hidden, norm_after ? NormWeights{} : w.norm1, w.qkv, Activation::None, {});
+            layer({qkv}, hidden, norm_after ? NormWeights{} : w.norm1, w.qkv, adapters.qkv);
         }
         prepare_qk(l, qkv.rows(0, N), angles);
         attend(l);
-        add_half(att, w.proj, w.norm1);
-        layer(act, hidden, norm_after ? NormWeights{} : w.norm2, w.fc, config.activation, {});
-        add_half(act, w.fcproj, w.norm2);
+        add_half(att, w.proj, adapters.proj, w.norm1);
+        layer({act, config.activation}, hidden, norm_after ? NormWeights{} : w.norm2, w.fc, adapters.fc);
+        add_half(act, w.fcproj, adapters.fcproj, w.norm2);
     }
 }
 
@@ -400,7 +459,7 @@ LinearAttentionState Engine::copy_states(const LinearAttentionState& from) {
 // Runs packed prompt chunks through the model. For each prompt that ends in this pass, copies the last token's row of x
 // to `last`, the head's input, from row first_finished on.
 void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished) {
-    std::vector<int32_t> token, position, q_ends{0}, k_ends{0}, slots, finished;
+    std::vector<int32_t> token, position, adapter, q_ends{0}, k_ends{0}, slots, finished;
     std::vector<std::vector<int32_t>> row(rows.size());
     std::vector<int64_t> sequence_lengths;
     int64_t most_tokens = 0, most_keys = 0;  // of a chunk
@@ -413,6 +472,7 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
         for (int64_t i = 0; i < n; i++) {
             token.push_back(p.prompt->tokens[size_t(p.begin + i)]);
             position.push_back(static_cast<int32_t>(past + i));
+            adapter.push_back(p.prompt->adapter);
             for (size_t g = 0; g < row.size(); g++) row[g].push_back(cache.row(int64_t(g), slot, past + i));
             sequence_lengths.push_back(past + n);
         }
@@ -432,6 +492,7 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
         return t;
     };
     const Tensor token_ids = put(tokens, token), token_positions = put(positions, position);
+    const std::optional<AdapterTiles> tiles = upload_adapters(adapter);
     std::vector<Tensor> token_rows;  // by group
     for (size_t g = 0; g < row.size(); g++) token_rows.push_back(put(rows[g], row[g]));
     upload_angles(position, sequence_lengths);
@@ -449,7 +510,7 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
     const Tensor hidden = x.rows(0, N);
     embed(hidden, token_ids, token_positions);
     const Tensor angles = table ? angle_rows(N) : Tensor{};
-    run_blocks(hidden, angles, false, [&](int64_t l) {
+    run_blocks(hidden, angles, false, tiles, [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
                 l, N, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
@@ -518,6 +579,8 @@ void Engine::check_prompt(const Prompt& p) const {
             : missing & REPEAT ? "a repeat penalty"
                                : "other filters",
             "; name it in EngineOptions::sampling_classes");
+    require(p.adapter >= -1 && p.adapter < options.adapters, "engine: slot ", p.slot, " asks for adapter ", p.adapter,
+            "; there are ", options.adapters);
     require(p.top_logprobs >= 0 && p.top_logprobs <= options.top_logprobs, "engine: slot ", p.slot, " asks for ",
             p.top_logprobs, " top logprobs; EngineOptions::top_logprobs is ", options.top_logprobs);
     require(!p.prompt_logprobs || options.prompt_logprobs, "engine: slot ", p.slot,
@@ -573,7 +636,8 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
             if (p->like >= 0 && !seen_bits.empty()) seen_bits[size_t(p->slot)] = seen_bits[size_t(p->like)];
             const bool logprobs = p->logprobs || p->top_logprobs > 0 || options.logprobs;
             if (!p->more)
-                batch.push_back({p->slot, p->sequence, p->step, -1, false, row_of(*p), logprobs, p->top_logprobs});
+                batch.push_back(
+                    {p->slot, p->sequence, p->step, -1, p->adapter, false, row_of(*p), logprobs, p->top_logprobs});
         }
 
     // The chunks of a prompt do not depend on the other prompts. A pass holds at most one chunk of a prompt.
@@ -631,8 +695,10 @@ std::vector<std::vector<const Prompt*>> Engine::groups_of(const std::vector<Prom
             std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g[0]->slot == p.like; });
         require(found != groups.end() && !(*found)[0]->more, "engine: slot ", p.slot, " is like slot ", p.like,
                 ", whose prompt does not end here");
-        require(length(p.slot) == 0 && p.tokens.empty() && !p.more && !p.prompt_logprobs, "engine: slot ", p.slot,
-                " is like another: it must be empty, without tokens and logprobs of its own");
+        require(length(p.slot) == 0 && p.tokens.empty() && !p.more && !p.prompt_logprobs &&
+                    p.adapter == (*found)[0]->adapter,
+                "engine: slot ", p.slot,
+                " is like another: it must be empty, without tokens and logprobs of its own, and use its adapter");
         found->push_back(&p);
     }
     return groups;
@@ -668,7 +734,7 @@ void Engine::fork(int64_t from, const std::vector<const Prompt*>& to) {
 
 // Uploads the rows of a step. with_tokens: the last tokens are on the host and not in `ids` yet.
 void Engine::upload_batch(bool with_tokens) {
-    std::vector<int32_t> slot, position, token;
+    std::vector<int32_t> slot, position, token, adapter;
     std::vector<int64_t> id, next;
     std::vector<SamplingRow> sampling;
     staging->next();
@@ -678,6 +744,7 @@ void Engine::upload_batch(bool with_tokens) {
         // After a prefill, sampling is followed by advance(), which adds one.
         position.push_back(static_cast<int32_t>(length(s.slot) - (with_tokens ? 0 : 1)));
         token.push_back(s.token);
+        adapter.push_back(s.adapter);
         id.push_back(s.id);
         next.push_back(s.step);
         sampling.push_back(s.sampling);
@@ -691,6 +758,7 @@ void Engine::upload_batch(bool with_tokens) {
     put(sequences, id);
     put(steps, next);
     put(sampling_rows, sampling);
+    if (upload_adapters(adapter)) step_classes |= ADAPTERS;
     if (with_tokens) put(ids, token);
 }
 
@@ -800,12 +868,13 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
     const Tensor angles = dynamic_rope ? iota.rows(0, B) : token_positions;
     step_batch.table = table;
     step_batch.angles = angles;
-    if (B <= fused_step_max_batch) {
+    if (B <= fused_step_max_batch && !(step_classes & ADAPTERS)) {
         ::decode_step(logits_out.rows(0, B), ids.rows(0, B), step_batch, decode_model(), weights, step_scratch, stream);
         return sample(B);
     }
     embed(hidden, ids.rows(0, B), token_positions);
-    run_blocks(hidden, angles, options.batch_invariant, [&](int64_t l) {
+    const std::optional<AdapterTiles> tiles = step_classes & ADAPTERS ? std::optional(adapter_tiles(B)) : std::nullopt;
+    run_blocks(hidden, angles, options.batch_invariant, tiles, [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
                 l, B, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {

@@ -36,6 +36,7 @@
 #include "infer/state_cache.h"
 #include "kernels/attention/attention.h"
 #include "kernels/generation/decode_step.h"
+#include "kernels/generation/linear.h"
 #include "kernels/generation/sampling.h"
 #include "runtime/device/staging.h"
 #include "runtime/model/head_views.h"
@@ -53,7 +54,9 @@ struct EngineOptions {
     bool prompt_logprobs = false;
     int64_t sampled_vocab = 0;  // only ids below this are sampled (infer/prompts.h); 0: the model's whole vocabulary
     bool batch_invariant = false;
-    bool logprobs = false;  // fill Step::logprobs for all prompts
+    bool logprobs = false;     // fill Step::logprobs for all prompts
+    int64_t adapters = 0;      // LoRA adapters that prompts choose from (InferenceWeights::adapters)
+    int64_t adapter_rank = 0;  // R of kernels/generation/lora_rows.h
 };
 
 constexpr int64_t MAX_TOP_LOGPROBS = 20;
@@ -64,7 +67,8 @@ struct Prompt {
     int64_t slot = 0;
     std::vector<int32_t> tokens;
     int64_t sequence = 0, step = 0;
-    bool more = false;  // the rest comes with another prefill(): no token is sampled yet
+    int32_t adapter = -1;  // of all tokens of a sequence; -1: none
+    bool more = false;     // the rest comes with another prefill(): no token is sampled yet
     // The slot of another prompt of the same call, which ends with it. This sequence has the same tokens from the
     // beginning: its own slot is empty and `tokens` too, and it shares the other's pages.
     int64_t like = -1;
@@ -147,7 +151,7 @@ class Engine {
     // with windows, linear attention or dynamic RoPE scaling, whose pages are not found by content.
     int64_t adopt(int64_t slot, const std::vector<int32_t>& sequence_tokens, int64_t name_space);
     // The slot's sequence begins with these tokens: adopt() finds them until their pages are needed, least recently
-    // used first. Sequences of one name space only find each other's.
+    // used first. Sequences of one name space only find each other's; those of another adapter need another one.
     void remember(int64_t slot, const std::vector<int32_t>& sequence_tokens, int64_t name_space);
 
     // Whether a sequence's logits have the same bits whatever the batch is. Then what decode steps have written is not
@@ -188,6 +192,7 @@ class Engine {
     struct Sequence {
         int64_t slot, id, step;  // (id, step) keys the next sampled token
         int32_t token;           // the last one read
+        int32_t adapter;
         bool retired;
         SamplingRow sampling;
         bool logprobs;
@@ -241,7 +246,12 @@ class Engine {
     void embed(Tensor hidden, Tensor token_ids, Tensor token_positions);
     void norm(Tensor out, Tensor inp, const NormWeights& w);
     template <typename Attend>
-    void run_blocks(Tensor hidden, const Tensor& angles, bool batch_invariant, Attend attend);
+    void run_blocks(Tensor hidden, const Tensor& angles, bool batch_invariant, const std::optional<AdapterTiles>& tiles,
+                    Attend attend);
+    void adapted_layer(const LinearOutput& output, Tensor inp, const NormWeights& n, const LinearWeights& w,
+                       const AdapterWeights& adapters, const AdapterTiles& tiles, bool batch_invariant);
+    std::optional<AdapterTiles> upload_adapters(const std::vector<int32_t>& adapter_of_row);
+    AdapterTiles adapter_tiles(int64_t N) const;
     LinearAttentionState copy_states(const LinearAttentionState& from);
     template <typename Attend>
     void linear_attention_layer(int64_t l, int64_t N, Attend attend);
@@ -287,7 +297,10 @@ class Engine {
     Tensor cum_q, cum_k, pass_slots;  // [slots + 1], [slots + 1], [slots] int32: of the chunks
     Tensor copied_from, copied_to;    // [slots] int32: pages
     Tensor x, qkv, att, act;          // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
-    Tensor normed, gate, linear_att;  // gated_linear: [N, C], [N, NKV] fp32, att before the head norm
+    Tensor normed;                    // gated_linear and adapters: [N, C]
+    Tensor gate, linear_att;          // gated_linear: [N, NKV] fp32, att before the head norm
+    Tensor low_rank, pre_activation;  // adapters: fp32, [N, outputs of fc]
+    Tensor tile_rows, tile_adapters;  // AdapterTiles of N rows
     Tensor unnormed;                  // norms after attention and the MLP: [N, C], what they read
     Tensor past_s, past_z;            // [slots, NKV, HS, HS], [slots, NKV, HS]: a layer's states
     Tensor scratch, attention_scratch, decode_scratch, step_scratch;  // bytes

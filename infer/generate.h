@@ -76,6 +76,7 @@ struct Request {
                                    // cache holds at most engine.length() tokens of context followed by `end`
     int32_t end = -1;              // the token that ended the completion and is not part of it; -1: none
     int64_t name_space = 0;        // requests of another one do not share pages with it (Engine::remember)
+    int32_t adapter = -1;          // as in Prompt; nor do requests that use another one
     // As in Prompt.
     std::optional<SamplingOptions> sampling = {};
     std::vector<int32_t> mask = {};

@@ -104,7 +104,8 @@ double bandwidth_to_show(const GenerateStatistics& statistics, const std::functi
 void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
             const std::function<double()>& read_bandwidth, std::ostream& out, std::ostream& log) {
     const bool logprobs = engine.options.logprobs;
-    const int64_t count = int64_t(job.prompts.size()) * job.num_samples;
+    const int64_t variants = std::max<int64_t>(int64_t(job.adapters.size()), 1);
+    const int64_t count = int64_t(job.prompts.size()) * variants * job.num_samples;
     int64_t longest = 0;
     for (const std::vector<int32_t>& tokens : job.tokens) longest = std::max(longest, int64_t(tokens.size()));
     job.policy.check(engine.options.context, longest);  // before a prompt is printed
@@ -112,7 +113,10 @@ void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
         const std::string note = job.policy.cut_note(engine.options.context, int64_t(job.tokens[i].size()));
         if (!note.empty()) log << "train_gpt: sample: prompt " << i + 1 << ": " << note << "\n";
     }
-    const auto prompt_of = [&](int64_t completion) { return size_t(completion / job.num_samples); };
+    const auto prompt_of = [&](int64_t completion) { return size_t(completion / job.num_samples / variants); };
+    const auto adapter_of = [&](int64_t completion) {
+        return job.adapters.empty() ? -1 : static_cast<int32_t>(completion / job.num_samples % variants);
+    };
     std::ostringstream discarded;  // with json, only one object is printed, at the end
     std::vector<std::string> prompts;
     for (int64_t i = 0; i < count; i++) prompts.push_back(job.prompts[prompt_of(i)]);
@@ -124,6 +128,7 @@ void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
         completions.emplace_back(tokenizer, job.completion,
                                  [&output, i](std::string_view text) { output.add(size_t(i), text); });
         requests.push_back({job.tokens[prompt_of(i)], 0, i, &completions.back(), {}});
+        requests.back().adapter = adapter_of(i);
         requests.back().top_logprobs = engine.options.top_logprobs;
     }
     const GenerateStatistics statistics = generate(engine, requests, job.policy, {}, [&](const Request& r) {
@@ -144,6 +149,7 @@ void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
         const Completion& c = completions[size_t(i)];
         result["samples"].push_back(
             {{"prompt", prompts[size_t(i)]}, {"text", c.text()}, {"tokens", c.tokens()}, {"finish", c.finish()}});
+        if (!job.adapters.empty()) result["samples"].back()["adapter"] = job.adapters[size_t(adapter_of(i))];
         if (logprobs) result["samples"].back()["logprobs"] = c.logprobs();
         if (engine.options.top_logprobs > 0) result["samples"].back()["top_logprobs"] = top_logprobs_json(c, tokenizer);
     }

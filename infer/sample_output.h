@@ -43,15 +43,16 @@ nlohmann::json statistics_json(const GenerateStatistics& statistics, double read
 struct SampleJob {
     std::vector<std::string> prompts;
     std::vector<std::vector<int32_t>> tokens;  // of each prompt
-    int64_t num_samples = 1;                   // completions of each prompt
+    std::vector<std::string> adapters;         // of the engine; each prompt is completed with each. Empty: with none
+    int64_t num_samples = 1;                   // completions of each prompt and adapter
     CompletionOptions completion;
     ContextPolicy policy;
     bool json = false;  // print one object at the end instead of text as it grows
 };
 
-// Completes every prompt num_samples times and prints to out. The statistics go to log, or with json into the object.
-// read_bandwidth() measures the device's bandwidth for the statistics; it is called only if the run is long enough for
-// the comparison to mean something. tokenizer may be null: then the ids of the tokens are printed.
+// Completes every prompt num_samples times with each adapter and prints to out. The statistics go to log, or with json
+// into the object. read_bandwidth() measures the device's bandwidth for the statistics; it is called only if the run is
+// long enough for the comparison to mean something. tokenizer may be null: then the ids of the tokens are printed.
 void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
             const std::function<double()>& read_bandwidth, std::ostream& out, std::ostream& log);
 

@@ -155,13 +155,13 @@ void Scheduler::place(size_t slot, Request& r, int64_t arrival) {
     Running s{&r, arrival, kept, true, false, -1};
     for (size_t other = 0; other < running.size() && kept == 0 && !r.prompt_logprobs; other++) {
         const Running& o = running[other];
-        if (o.request && o.computing && o.like < 0 && o.request->name_space == r.name_space &&
+        if (o.request && o.computing && o.like < 0 && prefix_space(*o.request) == prefix_space(r) &&
             o.request->context == r.context)
             s.like = int64_t(other);
     }
     // Logprobs of the prompt's tokens are computed with it.
     if (kept == 0 && s.like < 0 && !r.prompt_logprobs)
-        s.computed = engine.adopt(int64_t(slot), r.context, r.name_space);
+        s.computed = engine.adopt(int64_t(slot), r.context, prefix_space(r));
     running[slot] = s;
 }
 
@@ -173,6 +173,7 @@ Prompt Scheduler::prompt_of(size_t slot, int64_t begin, int64_t end) const {
     p.tokens.assign(r.context.begin() + begin, r.context.begin() + end);
     p.more = end < int64_t(r.context.size());
     p.sequence = r.sequence;
+    p.adapter = r.adapter;
     p.completion = r.completion->tokens();
     p.step = int64_t(p.completion.size());
     p.sampling = r.sampling;
@@ -218,7 +219,7 @@ void Scheduler::compute_chunk() {
     const auto begin = Clock::now();
     engine.prefill(prompts);
     for (const size_t slot : finished)
-        engine.remember(int64_t(slot), running[slot].request->context, running[slot].request->name_space);
+        engine.remember(int64_t(slot), running[slot].request->context, prefix_space(*running[slot].request));
     if (engine.pending()) read_step();
     statistics.prefill_seconds += seconds_since(begin);
 }
@@ -292,7 +293,7 @@ void Scheduler::finish(size_t slot) {
         if (o.request && o.like == int64_t(slot)) o.like = -1;
     if (!engine.promises_bits() && !running[slot].computing && !running[slot].suspended) {
         const int64_t held = std::min(engine.length(int64_t(slot)), int64_t(r.context.size()));
-        engine.remember(int64_t(slot), {r.context.begin(), r.context.begin() + held}, r.name_space);
+        engine.remember(int64_t(slot), {r.context.begin(), r.context.begin() + held}, prefix_space(r));
     }
     running[slot] = {};
     engine.retire(int64_t(slot));

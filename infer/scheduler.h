@@ -59,6 +59,10 @@ class Scheduler {
     void compute_chunk();
     void make_room();
     void give_up(size_t slot);
+    // The name space of the engine's prefixes: keys and values depend on the adapter, too.
+    int64_t prefix_space(const Request& r) const {
+        return r.name_space * (engine.options.adapters + 1) + r.adapter + 1;
+    }
     Prompt prompt_of(size_t slot, int64_t begin, int64_t end) const;
     void queue_step();
     void read_step();

@@ -194,10 +194,10 @@ void LoraAdapter::check_base(const std::string& directory, const std::string& ba
 LoraAdapter::LoraAdapter(const std::string& directory, const ParamTable& table) {
     const JsonKeys config = read_config(directory);
     check_config(config);
-    rank = config.whole_number("r", 1, 1 << 20);
+    R = config.whole_number("r", 1, 1 << 20);
     const double alpha = config.number("lora_alpha", 0);
     const bool root = config.has("use_rslora") && config.boolean("use_rslora");
-    read_tensors(join_path(directory, ADAPTER_WEIGHTS), table, alpha / (root ? std::sqrt(double(rank)) : double(rank)));
+    read_tensors(join_path(directory, ADAPTER_WEIGHTS), table, alpha / (root ? std::sqrt(double(R)) : double(R)));
 }
 
 void LoraAdapter::read_tensors(const std::string& path, const ParamTable& table, double scale) {
@@ -224,7 +224,7 @@ void LoraAdapter::read_tensors(const std::string& path, const ParamTable& table,
                 ": the base has no such matrix (a tied head is not one); name the adapter's base with --base");
         Matrix& m = found->second;
         const std::vector<int64_t> expected =
-            half == 'A' ? std::vector<int64_t>{rank, m.param->cols} : std::vector<int64_t>{m.source->rows, rank};
+            half == 'A' ? std::vector<int64_t>{R, m.param->cols} : std::vector<int64_t>{m.source->rows, R};
         require(entry.shape == expected, where, ": shape ", shape_string(entry.shape), ", expected ",
                 shape_string(expected), "; name the adapter's base with --base");
         require(entry.dtype == DType::F32 || entry.dtype == DType::BF16 || entry.dtype == DType::F16, where, ": is ",
@@ -241,11 +241,16 @@ void LoraAdapter::read_tensors(const std::string& path, const ParamTable& table,
     }
 }
 
-void LoraAdapter::add_to(const Param& p, int64_t begin, int64_t count, float* values) const {
+const std::vector<LoraAdapter::Update>& LoraAdapter::updates_of(const Param& p) const {
+    static const std::vector<Update> none;
     const auto found = updates.find(p.index);
-    if (found == updates.end() || count == 0) return;
+    return found == updates.end() ? none : found->second;
+}
+
+void LoraAdapter::add_to(const Param& p, int64_t begin, int64_t count, float* values) const {
+    if (count == 0) return;
     const int64_t C = p.cols, end = begin + count;
-    for (const Update& u : found->second) {
+    for (const Update& u : updates_of(p)) {
         const int64_t first = std::max(begin / C, u.row), last = std::min((end - 1) / C + 1, u.row + u.rows);
 #pragma omp parallel if ((last - first) * C > 1 << 16)
         {
@@ -254,8 +259,8 @@ void LoraAdapter::add_to(const Param& p, int64_t begin, int64_t count, float* va
             for (int64_t row = first; row < last; row++) {
                 const int64_t low = std::max(begin - row * C, int64_t(0)), high = std::min(end - row * C, C);
                 sum.assign(size_t(high - low), 0.0f);
-                for (int64_t k = 0; k < rank; k++) {
-                    const float b = u.b[size_t((row - u.row) * rank + k)];
+                for (int64_t k = 0; k < R; k++) {
+                    const float b = u.b[size_t((row - u.row) * R + k)];
                     const float* const a = u.a.data() + k * C + low;
                     for (size_t i = 0; i < sum.size(); i++) sum[i] += b * a[i];
                 }

@@ -42,16 +42,21 @@ class LoraAdapter {
     // modules_to_save, biases, ...), and for a matrix that the base does not have, or not in this shape.
     LoraAdapter(const std::string& directory, const ParamTable& table);
 
+    // What the adapter changes of a parameter: the matrix at rows [row, row + rows), by B·A with B [rows, rank], which
+    // includes s, and A [rank, cols].
+    struct Update {
+        int64_t row, rows;
+        std::vector<float> a, b;
+    };
+    int64_t rank() const { return R; }
+    const std::vector<Update>& updates_of(const Param& p) const;
+
     // Adds s·B·A to elements [begin, begin + count) of a parameter, in memory order.
     void add_to(const Param& p, int64_t begin, int64_t count, float* values) const;
 
   private:
-    struct Update {
-        int64_t row, rows;        // of the parameter
-        std::vector<float> a, b;  // A; s·B
-    };
     void read_tensors(const std::string& path, const ParamTable& table, double scale);
 
-    int64_t rank = 0;
+    int64_t R = 0;
     std::map<size_t, std::vector<Update>> updates;  // by Param::index
 };

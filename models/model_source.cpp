@@ -26,10 +26,15 @@ ModelSource find_base(const std::string& name, const std::string& adapter, const
     return source;
 }
 
+LoraAdapter read_adapter(const std::string& directory, const ModelSource& source, const ParamTable& table) {
+    LoraAdapter adapter(directory, table);
+    LoraAdapter::check_base(directory, source.directory, source.config, table);
+    return adapter;
+}
+
 AdjustValues adapter_of(const ModelSource& source, const ParamTable& table) {
     if (source.adapter.empty()) return {};
-    const auto adapter = std::make_shared<const LoraAdapter>(source.adapter, table);
-    LoraAdapter::check_base(source.adapter, source.directory, source.config, table);
+    const auto adapter = std::make_shared<const LoraAdapter>(read_adapter(source.adapter, source, table));
     return [adapter](const Param& p, int64_t begin, int64_t count, float* values) {
         adapter->add_to(p, begin, count, values);
     };
@@ -122,6 +127,22 @@ ModelSource find_model(const std::string& name, const std::string& base) {
     source.original_config = read_json(config_path);
     source.config = config_from_json(source.original_config, config_path);
     return source;
+}
+
+std::vector<LoraAdapter> read_adapters(const ModelSource& source, const ParamTable& table,
+                                       const std::vector<std::string>& names) {
+    std::vector<LoraAdapter> adapters;
+    for (const std::string& name : names) {
+        require(!source.directory.empty(), "--adapter ", name, ": --model ", source.name,
+                " is a preset; name the adapter's base");
+        require(source.adapter.empty(), "--adapter ", name, ": --model ", source.name,
+                " is an adapter itself, which is merged; name their base as --model");
+        const std::string directory = find_adapter(name);
+        require(!directory.empty(), "--adapter ", name,
+                ": is no LoRA adapter; name its directory, or a run that trained one");
+        adapters.push_back(read_adapter(directory, source, table));
+    }
+    return adapters;
 }
 
 std::string load_weights(const ModelSource& source, const ParamTable& table, const WeightArenas& arenas) {

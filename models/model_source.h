@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "models/lora_adapter.h"
 #include "runtime/files/checkpoint_directory.h"
 #include "runtime/files/weight_files.h"
 #include "runtime/model/model_config.h"
@@ -28,6 +29,11 @@ ModelSource find_model(const std::string& name, const std::string& base = "");
 // The directory of the adapter that a model's name means: itself, or the newest checkpoint of a run that trained one.
 // Empty: it is no adapter.
 std::string find_adapter(const std::string& name);
+
+// Adapters to be applied at run time, each a directory or a run that trained one. Throws Error, naming --adapter, for
+// what is no adapter, or one that was trained on another base.
+std::vector<LoraAdapter> read_adapters(const ModelSource& source, const ParamTable& table,
+                                       const std::vector<std::string>& names);
 
 // load_weights() and open_weight_source() of the model's directory, with the adapter added while weights are read.
 std::string load_weights(const ModelSource& source, const ParamTable& table, const WeightArenas& arenas);

@@ -3,18 +3,75 @@
 
 #include "dev/tests/model_fixture.h"
 #include "infer/engine.h"
+#include "runtime/device/convert_dtype.h"
+
+// Adapters of a model with random matrices. Every third part has none.
+struct RandomAdapters {
+    AdapterBank bank;
+
+    RandomAdapters(const Model& model, int64_t count, int64_t rank)
+        : bank(model.table, count, rank, model.precision.dtype) {
+        bank.allocate({});
+        const auto fill = [&](const Tensor& t, double scale, uint64_t seed, int64_t rows, int64_t skipped) {
+            std::vector<float> values(size_t(t.numel()));
+            normal_numbers(values.data(), seed, 0, 0, t.numel());
+            const int64_t row = t.shape[2];
+            for (int64_t i = 0; i < t.numel(); i++)
+                values[size_t(i)] = i / row % t.shape[1] / rows % 3 == skipped ? 0 : float(scale) * values[size_t(i)];
+            std::vector<char> bytes(size_t(t.bytes()));
+            convert_from_float(bytes.data(), t.dtype, values.data(), t.numel());
+            copy_to_device(t.data, bytes.data(), bytes.size(), {});
+        };
+        uint64_t seed = 100;
+        for (const BlockAdapters& b : bank.blocks())
+            for (const AdapterWeights* w : {&b.qkv, &b.proj, &b.fc, &b.fcproj}) {
+                fill(w->a, 0.2, seed++, bank.rank(), 1);
+                fill(w->b, 0.2, seed++, 1, -1);
+            }
+        synchronize({});
+    }
+    // The model's weights with adapter i added, in fp32.
+    void merge_into(Driver& to, const Driver& from, int64_t i) const {
+        const int64_t R = bank.rank();
+        for (const Param& p : from.model.table.params) {
+            std::vector<float> values = fetch_param(from.model, p);
+            const int linear = linear_layer_index(p.role);
+            if (linear >= 0) {
+                const BlockAdapters& block = bank.blocks()[size_t(p.layer)];
+                const AdapterWeights& w = *std::array{&block.qkv, &block.proj, &block.fc, &block.fcproj}[size_t(linear)];
+                const std::vector<float> a = fetch_floats(from.ctx, w.a), b = fetch_floats(from.ctx, w.b);
+                for (size_t part = 0; part < p.sources.size(); part++)
+                    for (int64_t row = p.sources[part].row; row < p.sources[part].row + p.sources[part].rows; row++)
+                        for (int64_t c = 0; c < p.cols; c++) {
+                            double sum = 0;
+                            for (int64_t r = 0; r < R; r++)
+                                sum += double(b[size_t((i * p.rows + row) * R + r)]) *
+                                       double(a[size_t(((i * int64_t(p.sources.size()) + int64_t(part)) * R + r) *
+                                                           p.cols + c)]);
+                            values[size_t(row * p.cols + c)] += float(sum);
+                        }
+            }
+            values.resize(size_t(p.padded_numel()), 0.0f);
+            to.model.arenas.store(p, values.data(), 0, p.padded_numel());
+        }
+    }
+};
 
 // An engine with the weights of a model in memory.
 struct Generation {
     Context ctx;
     Engine engine;
 
-    Generation(const Model& model, EngineOptions options)
-        : engine(model.config, with_dtype(options, model.precision.dtype), ctx.stream) {
-        engine.allocate(inference_weights(model));
+    Generation(const Model& model, EngineOptions options, const RandomAdapters* adapters = nullptr, int64_t count = 0)
+        : engine(model.config, complete(options, model.precision.dtype, adapters, count), ctx.stream) {
+        InferenceWeights weights = inference_weights(model);
+        if (adapters) weights.adapters = adapters->bank.blocks();
+        engine.allocate(weights);
     }
-    static EngineOptions with_dtype(EngineOptions o, DType dtype) {
+    static EngineOptions complete(EngineOptions o, DType dtype, const RandomAdapters* adapters, int64_t count) {
         o.dtype = dtype;
+        o.adapters = count;
+        if (adapters) o.adapter_rank = adapters->bank.rank();
         return o;
     }
     // The logits after each prompt.

@@ -154,6 +154,12 @@ inline std::vector<DType> generation_dtypes(const ModelConfig& config) {
     return all;
 }
 
+inline std::vector<float> fetch_param(const Model& model, const Param& p) {
+    std::vector<float> buffer;
+    const float* const values = model.arenas.fetch(p, buffer);
+    return {values, values + p.numel()};
+}
+
 // Bounds of DESIGN section 7: of the logits' maximum, and of a gradient's RMS.
 struct Bounds {
     double logits, gradients;

@@ -87,6 +87,48 @@ TEST_P(ModelVariants, SequencesDoNotDependOnTheBatch) {
     }
 }
 
+// Sequences with different adapters and without one in a batch: each has the logits of the model with its adapter
+// merged, and the bits that it has alone.
+TEST_P(ModelVariants, AdaptersOfRowsEqualMergedOnes) {
+    for (const DType dtype : generation_dtypes(config())) {
+        Driver d(config(), training_shape(1, T, dtype));
+        d.randomise(3);
+        const RandomAdapters adapters(d.model, 2, 5);
+        std::vector<std::unique_ptr<Driver>> merged;
+        for (int64_t i = 0; i < 2; i++) {
+            merged.push_back(std::make_unique<Driver>(config(), training_shape(1, T, DType::F32)));
+            adapters.merge_into(*merged.back(), d, i);
+        }
+        EngineOptions o = engine_options(4, 14);
+        o.batch_invariant = true;
+        Generation g(d.model, o, &adapters, 2);
+        std::vector<Prompt> prompts;
+        for (const int64_t n : {5, 1, 9, 2}) {
+            prompts.push_back({int64_t(prompts.size()), random_tokens(config(), n, uint64_t(n)), 0, 0});
+            prompts.back().adapter = std::array{1, -1, 0, 1}[prompts.size() - 1];
+        }
+        std::vector<std::unique_ptr<Generation>> alone;
+        std::vector<std::vector<int32_t>> sequences;
+        for (Prompt p : prompts) {
+            sequences.push_back(p.tokens);
+            alone.push_back(std::make_unique<Generation>(d.model, o, &adapters, 2));
+        }
+        for (int step = 0; step < 5; step++) {
+            const std::vector<std::vector<float>> logits = step ? g.decode() : g.prefill(prompts);
+            for (size_t i = 0; i < prompts.size(); i++) {
+                const std::string where = str(dtype_name(dtype), ", sequence ", i, " step ", step);
+                Prompt p = prompts[i];
+                p.slot = 0;
+                const std::vector<std::vector<float>> own = step ? alone[i]->decode() : alone[i]->prefill({p});
+                EXPECT_TRUE(same_bits(own[0], logits[i])) << where;
+                Driver& reference = p.adapter < 0 ? d : *merged[size_t(p.adapter)];
+                expect_same_logits(logits[i], logits_after(reference, sequences[i]), where, dtype);
+                sequences[i].push_back(g.sampled[i]);
+            }
+        }
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(Reference, ModelVariants, testing::ValuesIn(MODEL_VARIANTS), variant_name);
 
 // Contexts that are longer than a KV split of attention, and longer than a pass, so that the prompt is split.

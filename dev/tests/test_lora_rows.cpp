@@ -42,7 +42,7 @@ std::vector<double> run(const Case& c, DType T, int64_t first, int64_t end) {
     const Arrays arrays(c, T);
     std::vector<int32_t> adapter_of_row;
     for (int64_t n = first; n < end; n++) adapter_of_row.push_back(c.adapter(n));
-    const HostAdapterTiles host = tile_adapters(adapter_of_row, c.adapters);
+    const HostAdapterTiles host = tiles_of_adapters(adapter_of_row, c.adapters);
     const int64_t count = int64_t(host.adapters.size());
     const TestArray rows = TestArray::ints(host.rows, {count * LORA_TILE}),
                     adapters = TestArray::ints(host.adapters, {count}),
@@ -115,7 +115,7 @@ TEST(LoraRowsTiles, HoldEachRowOnce) {
         for (const int64_t adapters : {1, 3, 8}) {
             std::vector<int32_t> adapter_of_row;
             for (int64_t n = 0; n < N; n++) adapter_of_row.push_back(int32_t((n * 7 + n / 3) % (adapters + 1)) - 1);
-            const HostAdapterTiles tiles = tile_adapters(adapter_of_row, adapters);
+            const HostAdapterTiles tiles = tiles_of_adapters(adapter_of_row, adapters);
             EXPECT_EQ(int64_t(tiles.adapters.size()), max_adapter_tiles(N, adapters));
             std::vector<int> times(size_t(N), 0);
             for (size_t i = 0; i < tiles.rows.size(); i++) {

@@ -23,12 +23,6 @@ Driver lora_driver(const ModelConfig& config, RunShape shape, const LoraOptions&
     return Driver(config, shape, true, Driver::default_options(), OptimizerType::AdamW, {}, {}, lora);
 }
 
-std::vector<float> fetch_param(const Model& model, const Param& p) {
-    std::vector<float> buffer;
-    const float* const values = model.arenas.fetch(p, buffer);
-    return {values, values + p.numel()};
-}
-
 // All weights of a model, padding rows included.
 void copy_weights(const Model& to, const Model& from) {
     std::vector<float> buffer;

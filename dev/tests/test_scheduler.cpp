@@ -17,6 +17,8 @@ int64_t random_below(uint64_t seed, uint64_t i, uint64_t j, int64_t n) {
     return int64_t(philox(seed, i, j).v[0] % uint64_t(n));
 }
 
+constexpr int64_t ADAPTERS = 2;
+
 // A request with its completion.
 struct Job {
     CompletionOptions options;
@@ -34,6 +36,7 @@ struct Job {
     Job(const Job& other) : Job(other.request.tokens, other.request.sequence, other.options.max_tokens) {
         request.sampling = other.request.sampling;
         request.mask = other.request.mask;
+        request.adapter = other.request.adapter;
     }
 };
 
@@ -65,6 +68,7 @@ std::vector<std::unique_ptr<Job>> random_jobs(const ModelConfig& c, uint64_t see
         if (random(15, 3) == 0) o.frequency_penalty = 0.5f;
         if (random(16, 3) == 0) o.presence_penalty = 0.5f;
         if (random(17, 2)) job.request.sampling = o;
+        if (random(22, 3) == 0) job.request.adapter = static_cast<int32_t>(random(23, ADAPTERS));
         if (random(18, 5) == 0) {
             job.request.mask.assign(size_t(c.vocab_size + 31) / 32, 0x55555555);
         }
@@ -134,11 +138,13 @@ TEST_P(GenerationByType, EachRequestOfAScheduleHasTheTokensThatItHasAlone) {
     for (const DType dtype : generation_dtypes(c)) {
         Driver d(c, training_shape(1, 8, dtype));
         d.randomise(3);
+        const RandomAdapters adapters(d.model, ADAPTERS, 8);
         for (const auto& [slots, pages, chunk] :
              {std::tuple<int64_t, int64_t, int64_t>{6, 6, 128}, {3, 0, 0}, {8, 9, 256}}) {
             SCOPED_TRACE(str(dtype_name(dtype), ", ", slots, " slots, ", pages, " pages"));
             const std::vector<std::unique_ptr<Job>> jobs = random_jobs(c, uint64_t(slots), 20, 600);
-            Generation together(d.model, options_of(slots, 760, pages)), alone(d.model, options_of(1, 760, 0));
+            Generation together(d.model, options_of(slots, 760, pages), &adapters, ADAPTERS),
+                alone(d.model, options_of(1, 760, 0), &adapters, ADAPTERS);
             suspensions += run_schedule(together.engine, jobs, chunk);
             check_alone(alone.engine, jobs);
             if (HasFailure()) return;

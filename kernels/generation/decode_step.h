@@ -26,6 +26,7 @@
 
 #include "kernels/generation/decode_batch.h"
 #include "kernels/generation/linear.h"
+#include "kernels/generation/lora_rows.h"
 #include "runtime/model/linear_weight.h"
 
 // Views of a model's weights.
@@ -35,6 +36,8 @@ struct InferenceWeights {
     NormWeights normf;
     LinearWeights head;          // [Vp, C]
     NormWeights embedding_norm;  // after the embedding; or null
+    // LoRA adapters that a row may use, by layer, or none. The fused decode step does not read them.
+    std::vector<BlockAdapters> adapters;
 };
 
 // Options that may differ from layer to layer.

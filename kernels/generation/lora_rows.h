@@ -29,6 +29,9 @@ struct AdapterWeights {
     Tensor a, b;  // [adapters, parts·R, C], [adapters, OC, R] T; null: the layer has none
     std::array<int64_t, LORA_MAX_PARTS> part_ends{};  // of the parts: the output after the last one; in order, to OC
 };
+struct BlockAdapters {
+    AdapterWeights qkv, proj, fc, fcproj;
+};
 
 // The rows of a batch by adapter.
 struct AdapterTiles {
@@ -44,7 +47,7 @@ constexpr int64_t max_adapter_tiles(int64_t N, int64_t adapters) {
 struct HostAdapterTiles {
     std::vector<int32_t> rows, adapters;
 };
-HostAdapterTiles tile_adapters(const std::vector<int32_t>& adapter_of_row, int64_t adapters);
+HostAdapterTiles tiles_of_adapters(const std::vector<int32_t>& adapter_of_row, int64_t adapters);
 
 // The first product. Its sums over C may be split: low_rank [adapter_splits(C), N, parts·R] fp32 has a term in each.
 int64_t adapter_splits(int64_t C);

@@ -2,7 +2,7 @@
 
 #include "kernels/generation/lora_rows.h"
 
-HostAdapterTiles tile_adapters(const std::vector<int32_t>& adapter_of_row, int64_t adapters) {
+HostAdapterTiles tiles_of_adapters(const std::vector<int32_t>& adapter_of_row, int64_t adapters) {
     const int64_t most = max_adapter_tiles(int64_t(adapter_of_row.size()), adapters);
     HostAdapterTiles tiles{std::vector<int32_t>(size_t(most * LORA_TILE), -1), std::vector<int32_t>(size_t(most), -1)};
     int64_t tile = 0;

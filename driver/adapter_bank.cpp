@@ -1,0 +1,81 @@
+#include "driver/adapter_bank.h"
+
+#include <algorithm>
+
+#include "runtime/device/convert_dtype.h"
+#include "runtime/model/roles.h"
+
+namespace {
+
+AdapterWeights& of_role(BlockAdapters& b, int role) {
+    AdapterWeights* const all[] = {&b.qkv, &b.proj, &b.fc, &b.fcproj};
+    return *all[linear_layer_index(role)];
+}
+
+bool is_linear_layer(const Param& p) {
+    return linear_layer_index(p.role) >= 0;
+}
+
+}  // namespace
+
+AdapterBank::AdapterBank(const ParamTable& base, int64_t count, int64_t rank, DType T)
+    : table(base),
+      adapters(count),
+      R((rank + LORA_RANK_MULTIPLE - 1) / LORA_RANK_MULTIPLE * LORA_RANK_MULTIPLE),
+      dtype(T) {
+    require(R <= LORA_MAX_RANK, "an adapter of rank ", rank, ": adapters at run time have a rank of at most ",
+            LORA_MAX_RANK, "; merge it: give it as --model");
+    for (const Param& p : table.params) {
+        if (!is_linear_layer(p)) continue;
+        plan.add("A", dtype, {adapters, int64_t(p.sources.size()) * R, p.cols}, 0, 0);
+        plan.add("B", dtype, {adapters, p.rows, R}, 0, 0);
+    }
+    plan.assign_offsets();
+}
+
+void AdapterBank::allocate(Stream stream) {
+    memory = Arena(plan.bytes(), "adapters");
+    device_fill(memory.at(0, DType::U8, {plan.bytes()}).data, 0, size_t(plan.bytes()), stream);
+    const auto* entry = plan.entries().data();
+    for (const Param& p : table.params) {
+        if (!is_linear_layer(p)) continue;
+        layers.resize(std::max(layers.size(), size_t(p.layer + 1)));
+        AdapterWeights& w = of_role(layers[size_t(p.layer)], p.role);
+        for (Tensor* t : {&w.a, &w.b}) {
+            *t = memory.at(entry->offset, entry->dtype, entry->shape);
+            entry++;
+        }
+        for (size_t i = 0; i < p.sources.size(); i++) w.part_ends.at(i) = p.sources[i].row + p.sources[i].rows;
+    }
+}
+
+void AdapterBank::store(int64_t i, const LoraAdapter& adapter, Stream stream) const {
+    const int64_t r = adapter.rank();
+    // Copies rows of `width` values to rows of `columns`.
+    const auto put = [&](const Tensor& to, const std::vector<float>& values, int64_t width) {
+        const int64_t columns = to.shape[1], count = int64_t(values.size()) / width;
+        std::vector<float> padded(size_t(count * columns), 0.0f);
+        for (int64_t row = 0; row < count; row++)
+            std::copy_n(values.begin() + row * width, width, padded.begin() + row * columns);
+        std::vector<char> bytes(padded.size() * size_t(dtype_size(dtype)));
+        convert_from_float(bytes.data(), dtype, padded.data(), int64_t(padded.size()));
+        copy_to_device(to.data, bytes.data(), bytes.size(), stream);
+        synchronize(stream);  // `bytes` is a local variable
+    };
+    const auto matrix = [&](const Tensor& t) {  // of this adapter
+        return make_tensor(static_cast<char*>(t.data) + i * t.stride[0] * dtype_size(dtype), dtype, t.device,
+                           {t.shape[1], t.shape[2]});
+    };
+    for (const Param& p : table.params) {
+        for (const LoraAdapter::Update& u : adapter.updates_of(p)) {
+            require(is_linear_layer(p), "the adapter changes ", p.name,
+                    "; at run time only the linear layers of blocks have adapters; merge it: give it as --model");
+            BlockAdapters of_layer = layers[size_t(p.layer)];
+            const AdapterWeights& w = of_role(of_layer, p.role);
+            size_t part = 0;
+            while (p.sources[part].row != u.row) part++;
+            put(matrix(w.a).rows(int64_t(part) * R, int64_t(part + 1) * R), u.a, p.cols);
+            put(matrix(w.b).rows(u.row, u.row + u.rows), u.b, r);
+        }
+    }
+}

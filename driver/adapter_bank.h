@@ -1,0 +1,32 @@
+// LoRA adapters that the engine applies at run time (kernels/generation/lora_rows.h): device memory for those of all
+// linear layers, filled up with zeros to one rank, so that any row of a batch may use any adapter.
+#pragma once
+
+#include <vector>
+
+#include "kernels/generation/lora_rows.h"
+#include "models/lora_adapter.h"
+#include "runtime/device/arena.h"
+
+class AdapterBank {
+  public:
+    // Plans the memory for adapters of a base with this table; allocate() gets it, filled with zeros. rank: the
+    // largest.
+    AdapterBank(const ParamTable& table, int64_t adapters, int64_t rank, DType dtype);
+    int64_t rank() const { return R; }  // rounded up
+    int64_t bytes() const { return plan.bytes(); }
+    void allocate(Stream stream);
+
+    // The i-th adapter. Throws Error where it changes another matrix than those of the blocks' linear layers.
+    void store(int64_t i, const LoraAdapter& adapter, Stream stream) const;
+    // By layer.
+    const std::vector<BlockAdapters>& blocks() const { return layers; }
+
+  private:
+    const ParamTable& table;
+    const int64_t adapters, R;
+    const DType dtype;
+    ArenaPlan plan;
+    Arena memory;
+    std::vector<BlockAdapters> layers;
+};
