@@ -18,13 +18,14 @@ bool is_linear_layer(const Param& p) {
 
 }  // namespace
 
-AdapterBank::AdapterBank(const ParamTable& base, int64_t count, int64_t rank, DType T)
-    : table(base),
-      adapters(count),
-      R((rank + LORA_RANK_MULTIPLE - 1) / LORA_RANK_MULTIPLE * LORA_RANK_MULTIPLE),
-      dtype(T) {
-    require(R <= LORA_MAX_RANK, "an adapter of rank ", rank, ": adapters at run time have a rank of at most ",
+int64_t round_up_rank(int64_t rank) {
+    require(rank <= LORA_MAX_RANK, "an adapter of rank ", rank, ": adapters at run time have a rank of at most ",
             LORA_MAX_RANK, "; merge it: give it as --model");
+    return (rank + LORA_RANK_MULTIPLE - 1) / LORA_RANK_MULTIPLE * LORA_RANK_MULTIPLE;
+}
+
+AdapterBank::AdapterBank(const ParamTable& base, int64_t count, int64_t rank, DType T)
+    : table(base), adapters(count), R(rank), dtype(T) {
     for (const Param& p : table.params) {
         if (!is_linear_layer(p)) continue;
         plan.add("A", dtype, {adapters, int64_t(p.sources.size()) * R, p.cols}, 0, 0);

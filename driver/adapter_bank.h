@@ -8,12 +8,15 @@
 #include "models/lora_adapter.h"
 #include "runtime/device/arena.h"
 
+// Throws Error for a rank above LORA_MAX_RANK.
+int64_t round_up_rank(int64_t rank);
+
 class AdapterBank {
   public:
-    // Plans the memory for adapters of a base with this table; allocate() gets it, filled with zeros. rank: the
-    // largest.
+    // Plans the memory for adapters of a base with this table; allocate() gets it, filled with zeros. rank: as
+    // round_up_rank() gives it, of the largest.
     AdapterBank(const ParamTable& table, int64_t adapters, int64_t rank, DType dtype);
-    int64_t rank() const { return R; }  // rounded up
+    int64_t rank() const { return R; }
     int64_t bytes() const { return plan.bytes(); }
     void allocate(Stream stream);
 

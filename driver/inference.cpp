@@ -13,16 +13,15 @@ namespace {
 constexpr const char* SMALLER_INFERENCE =
     "give it fewer tokens at a time, a --dtype of 16 bits if this backend has one, or a smaller model";
 
-std::unique_ptr<AdapterBank> bank_for(const Model& model, const std::vector<LoraAdapter>& adapters) {
-    if (adapters.empty()) return nullptr;
-    int64_t rank = 0;
-    for (const LoraAdapter& adapter : adapters) rank = std::max(rank, adapter.rank());
-    return std::make_unique<AdapterBank>(model.table, int64_t(adapters.size()), rank, model.precision.dtype);
+std::unique_ptr<AdapterBank> bank_for(const Model& model, const EngineOptions& options) {
+    if (options.adapters == 0) return nullptr;
+    return std::make_unique<AdapterBank>(model.table, options.adapters, options.adapter_rank, options.dtype);
 }
 
-EngineOptions with_adapters(EngineOptions options, const AdapterBank* bank, size_t adapters) {
-    options.adapters = int64_t(adapters);
-    if (bank) options.adapter_rank = bank->rank();
+EngineOptions with_adapters(EngineOptions options, const std::vector<LoraAdapter>& adapters) {
+    options.adapters = std::max(options.adapters, int64_t(adapters.size()));
+    for (const LoraAdapter& adapter : adapters)
+        options.adapter_rank = std::max(options.adapter_rank, round_up_rank(adapter.rank()));
     return options;
 }
 
@@ -41,8 +40,8 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
                            bool random_weights, const std::vector<std::string>& adapter_names)
     : model(source.config, {}, {options.dtype}),
       adapters(read_adapters(source, model.table, adapter_names)),
-      bank(bank_for(model, adapters)),
-      engine(source.config, with_adapters(options, bank.get(), adapters.size()), ctx.stream) {
+      bank(bank_for(model, with_adapters(options, adapters))),
+      engine(source.config, with_adapters(options, adapters), ctx.stream) {
     require(random_weights || !source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
     memory_plan(model, engine, bank.get()).check([](int64_t) { return SMALLER_INFERENCE; });
     model.allocate(ctx);

@@ -27,7 +27,8 @@ struct LoadedEngine {
     std::unique_ptr<AdapterBank> bank;  // null: none
     Engine engine;
 
-    // adapter_names: of LoRA adapters that prompts may use, by their index (read_adapters()).
+    // adapter_names: of LoRA adapters that prompts may use, by their index (read_adapters()). With more
+    // options.adapters, those after them are zeros.
     LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options, bool random_weights,
                  const std::vector<std::string>& adapter_names = {});
 };

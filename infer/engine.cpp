@@ -732,6 +732,13 @@ void Engine::fork(int64_t from, const std::vector<const Prompt*>& to) {
     cache.clear_copies();
 }
 
+// Rows of a decode step. As requests come and go, few batch sizes need few graphs.
+int64_t Engine::step_rows() const {
+    constexpr int64_t FEW = 8;
+    const int64_t n = int64_t(batch.size());
+    return !graphs_replay() || n <= FEW ? n : std::min((n + FEW - 1) / FEW * FEW, options.slots);
+}
+
 // Uploads the rows of a step. with_tokens: the last tokens are on the host and not in `ids` yet.
 void Engine::upload_batch(bool with_tokens) {
     std::vector<int32_t> slot, position, token, adapter;
@@ -749,6 +756,17 @@ void Engine::upload_batch(bool with_tokens) {
         next.push_back(s.step);
         sampling.push_back(s.sampling);
         step_classes |= s.sampling.classes | (s.logprobs ? LOGPROBS : 0u) | (s.top_logprobs ? TOP_LOGPROBS : 0u);
+    }
+    // Unused rows look like those of retired sequences.
+    while (int64_t(slot.size()) < step_rows()) {
+        slot.push_back(-1);
+        position.push_back(-1);
+        adapter.push_back(-1);
+        token.push_back(0);
+        id.push_back(0);
+        next.push_back(0);
+        sampling.push_back(sampling[0]);
+        sampling.back().classes &= ~sampling_class::ADJUSTED;
     }
     const auto put = [&](const Tensor& t, const auto& host) {
         staging->put(t.data, host.data(), int64_t(host.size() * sizeof(host[0])), stream);
@@ -993,7 +1011,7 @@ void Engine::decode() {
     if (dynamic_rope || cache.tables_changed()) staging->next();
     cache.upload_tables(*staging, stream);
     upload_angles(token_positions, sequence_lengths);
-    const int64_t B = int64_t(batch.size()), max_length = bucket(most_tokens, options.context);
+    const int64_t B = step_rows(), max_length = bucket(most_tokens, options.context);
     graphs[{B, max_length, step_classes & STEP_KERNELS}].run(stream, [&] { decode_step(B, max_length); });
     queue_results(B);
 }

@@ -15,10 +15,11 @@
 // launches, and nothing has to be kept for a backward pass. Tests compare the two.
 //
 // Prompts of unequal length are packed without padding. A prompt may continue a sequence: its KV slot keeps the tokens
-// that are in the cache. On a GPU a decode step is one CUDA graph for each batch size and each power of two that the
-// longest sequence reaches. The host may queue a step before it has read the previous one, so the device never waits
-// for the host. For small batches, where the GPU supports it, one persistent kernel computes everything from the tokens
-// to the logits: the fused decode step (kernels/generation/decode_step.h).
+// that are in the cache. On a GPU a decode step is one CUDA graph for each batch size (above 8, multiples of 8: the
+// other rows are unused) and each power of two that the longest sequence reaches. The host may queue a step before it
+// has read the previous one, so the device never waits for the host. For small batches, where the GPU supports it, one
+// persistent kernel computes everything from the tokens to the logits: the fused decode step
+// (kernels/generation/decode_step.h).
 //
 // Each prompt has sampling options of its own. They are in device memory, so that one graph serves any options; there
 // is a graph for each set of kernels that the sequences of a batch need together.
@@ -278,6 +279,7 @@ class Engine {
     void queue_results(int64_t B);
     void read_logprobs(const QueuedStep& q, size_t row);
     void decode_step(int64_t B, int64_t max_length);
+    int64_t step_rows() const;
 
     const Stream stream;
     const bool dynamic_rope;  // RoPE angles depend on the sequence's current length

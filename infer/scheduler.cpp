@@ -60,7 +60,21 @@ bool Scheduler::idle() const {
     return std::none_of(running.begin(), running.end(), [](const Running& s) { return s.request; });
 }
 
+// Whether a request can start, or a prompt be computed, as soon as every queued step was read.
+bool Scheduler::wants_pause() const {
+    bool free_slot = false;
+    for (size_t slot = 0; slot < running.size(); slot++) {
+        const Running& s = running[slot];
+        if (s.request && (s.computing || (s.suspended && engine.can_resume(int64_t(slot))))) return true;
+        free_slot |= !s.request;
+    }
+    if (waiting.empty() || !free_slot) return false;
+    const int64_t tokens = std::min(int64_t(waiting.front().request->tokens.size()), engine.options.context);
+    return engine.pages_for(tokens) + engine.pages_missing() <= engine.pages_available();
+}
+
 bool Scheduler::step() {
+    while (engine.pending() && wants_pause()) read_step();
     if (!engine.pending()) {
         slide_or_end();
         resume_suspended();
@@ -276,6 +290,7 @@ void Scheduler::read_step() {
         const bool appended = r->completion->tokens().size() > before;
         statistics.completion_tokens += appended;
         if (appended) r->context.push_back(s.tokens[i]);
+        if (appended && on_token) on_token(*r);
         if (!ended) continue;
         if (!appended) r->end = s.tokens[i];
         finish(slot);

@@ -36,6 +36,9 @@ class Scheduler {
     // there is more to do.
     bool step();
 
+    // Called, where it is set, for each token that joins a completion, before done. It must not call the scheduler.
+    std::function<void(const Request&)> on_token;
+
     GenerateStatistics statistics;
     int64_t suspensions() const { return times_suspended; }  // of sequences, so far
 
@@ -50,6 +53,7 @@ class Scheduler {
         int64_t like = -1;  // the slot that computes the same prompt
     };
     bool idle() const;
+    bool wants_pause() const;
     void slide_or_end();
     void resume_suspended();
     void admit();

@@ -5,7 +5,8 @@
 //   with
 //             2,000; each generates 256. Counters: tokens/s, time to first token of the short and of the long prompts
 //             and gap between the tokens of a sequence, at the 50th and 99th percentile, and sequences per step
-//   together  N sequences from the start, prompts of 128 tokens: the gap to compare poisson's with
+//   together  N sequences from the start, prompts of 128 tokens, or of 128 and 2,000: the gap to compare poisson's with
+//   adapters  the same with 128 tokens, each row with one of several LoRA adapters of rank 16, or all without one
 //   group     N completions of one prompt: the time until all have their first token
 //   many      N sequences of 300 tokens in the KV memory of 64 sequences of 2,048: how many run at once
 #include <algorithm>
@@ -44,7 +45,6 @@ struct Timed {
     Request request;
     Clock::time_point arrival, last;
     double first_token_ms = -1;
-    size_t seen = 0;
 };
 
 struct Run {
@@ -63,19 +63,17 @@ struct Run {
                 int32_t(philox(7, same ? 0 : uint64_t(requests.size()), uint64_t(i)).v[0] % uint32_t(vocabulary)));
         requests.push_back(std::move(t));
     }
-    // After a step of the scheduler. A step that reads no token of a sequence lengthens its gap.
-    void look() {
-        const Clock::time_point now = Clock::now();
-        for (const auto& t : requests) {
-            const size_t tokens = t->completion->tokens().size();
-            if (tokens == t->seen) continue;
-            if (t->seen == 0)
-                t->first_token_ms = milliseconds(now - t->arrival);
+    // Looks at the clock whenever a token comes.
+    void watch(Scheduler& scheduler) {
+        scheduler.on_token = [this](const Request& r) {
+            Timed& t = *requests[size_t(r.sequence)];
+            const Clock::time_point now = Clock::now();
+            if (t.first_token_ms < 0)
+                t.first_token_ms = milliseconds(now - t.arrival);
             else
-                gaps.push_back(milliseconds(now - t->last) / double(tokens - t->seen));
-            t->last = now;
-            t->seen = tokens;
-        }
+                gaps.push_back(milliseconds(now - t.last));
+            t.last = now;
+        };
     }
     std::vector<double> first_tokens(size_t prompt) const {
         std::vector<double> values;
@@ -86,16 +84,18 @@ struct Run {
 };
 
 // The model is kept from one benchmark to the next.
-LoadedEngine& engine_of(int64_t slots, int64_t context, int64_t pages) {
+LoadedEngine& engine_of(int64_t slots, int64_t context, int64_t pages, int64_t adapters = 0) {
     static std::unique_ptr<Context> ctx;
     static std::unique_ptr<LoadedEngine> loaded;
     if (!ctx) ctx = std::make_unique<Context>();
     if (!loaded || loaded->engine.options.slots != slots || loaded->engine.options.context != context ||
-        loaded->engine.options.cache_pages != pages) {
+        loaded->engine.options.cache_pages != pages || loaded->engine.options.adapters != adapters) {
         EngineOptions o;
         o.slots = slots;
         o.context = context;
         o.cache_pages = pages;
+        o.adapters = adapters;
+        o.adapter_rank = 16;
         o.dtype = on_gpu() ? DType::BF16 : DType::F32;
         loaded.reset();  // before the next one takes its memory
         loaded = std::make_unique<LoadedEngine>(*ctx, find_model(on_gpu() ? "llama-1B" : "llama-tiny"), o, true);
@@ -126,6 +126,7 @@ void poisson(benchmark::State& state) {
             run.add(i % 2 ? 2000 : 128, 256, m.engine.config.vocab_size);
         }
         Scheduler scheduler(m.engine, {});
+        run.watch(scheduler);
         const Clock::time_point begin = Clock::now();
         size_t next = 0;
         for (bool more = true; more || next < run.requests.size();) {
@@ -137,7 +138,6 @@ void poisson(benchmark::State& state) {
                 scheduler.add(t.request);
             }
             more = scheduler.step();
-            run.look();
         }
         report(state, run, scheduler.statistics, milliseconds(Clock::now() - begin) / 1000);
         for (const auto& [name, prompt] :
@@ -151,6 +151,7 @@ void poisson(benchmark::State& state) {
 // Runs requests that all arrive at once.
 void run_all(benchmark::State& state, Engine& engine, Run& run) {
     Scheduler scheduler(engine, {});
+    run.watch(scheduler);
     const Clock::time_point begin = Clock::now();
     for (const auto& t : run.requests) {
         t->arrival = begin;
@@ -160,7 +161,6 @@ void run_all(benchmark::State& state, Engine& engine, Run& run) {
     for (bool more = true; more;) {
         more = scheduler.step();
         most = std::max(most, engine.active());
-        run.look();
     }
     report(state, run, scheduler.statistics, milliseconds(Clock::now() - begin) / 1000);
     double last = 0;
@@ -174,7 +174,21 @@ void together(benchmark::State& state) {
     for (auto _ : state) {
         LoadedEngine& m = engine_of(64, 2000 + 256, 0);
         Run run;
-        for (int64_t i = 0; i < state.range(0); i++) run.add(128, 256, m.engine.config.vocab_size);
+        for (int64_t i = 0; i < state.range(0); i++)
+            run.add(i % 2 ? state.range(1) : 128, 256, m.engine.config.vocab_size);
+        run_all(state, m.engine, run);
+    }
+}
+
+void adapters(benchmark::State& state) {
+    const int64_t count = state.range(1);
+    for (auto _ : state) {
+        LoadedEngine& m = engine_of(state.range(0), 128 + 256, 0, std::max<int64_t>(count, 1));
+        Run run;
+        for (int64_t i = 0; i < state.range(0); i++) {
+            run.add(128, 256, m.engine.config.vocab_size);
+            run.requests.back()->request.adapter = static_cast<int32_t>(count ? i % count : -1);
+        }
         run_all(state, m.engine, run);
     }
 }
@@ -204,7 +218,10 @@ void many(benchmark::State& state) {
 }
 
 BENCH(poisson, (std::vector<std::string>{"per_second", "requests"}), (Sizes{{10, 10}}), (Sizes{{10, 10}, {10, 100}}));
-BENCH(together, (std::vector<std::string>{"N"}), (Sizes{{4}}), (Sizes{{16}, {24}, {32}, {64}}));
+BENCH(together, (std::vector<std::string>{"N", "other_half"}), (Sizes{{4, 128}}),
+      (Sizes{{2, 2000}, {4, 2000}, {6, 2000}, {8, 2000}, {10, 2000}, {16, 2000}, {16, 128}, {64, 128}}));
+BENCH(adapters, (std::vector<std::string>{"N", "adapters"}), (Sizes{{4, 2}}),
+      (Sizes{{64, 0}, {64, 8}, {64, 0}, {64, 8}, {1, 0}, {1, 1}}));
 BENCH(group, (std::vector<std::string>{"N"}), (Sizes{{1}, {8}}), (Sizes{{1}, {1}, {64}, {64}}));
 BENCH(many, (std::vector<std::string>{"N"}), (Sizes{{8}}), (Sizes{{340}}));
 

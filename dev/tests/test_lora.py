@@ -169,6 +169,48 @@ class Lora(CommandsTest):
         info = json.loads(self.ok("info", path, "--json"))
         self.assertEqual((info["kind"], info["config"]["r"]), ("adapter", 4))
 
+    def test_adapters_at_run_time(self):
+        """The tokens of the merged model; several adapters; refusals."""
+        path, base = self.random_adapter()
+        text = self.path("text.txt")
+        with open(text, "w", encoding="utf-8") as file:
+            file.write("It was the best of times.\n" * 100)
+        shutil.copy(os.path.join(tokenize(text, self.path("data")), "tokenizer.json"), base)
+        second = self.path("second")
+        shutil.copytree(path, second)
+        self.set_tensors(second, lambda tensors: tensors.update({name: -x for name, x in tensors.items() if "B" in name}))
+        prompts = self.path("prompts.txt")
+        with open(prompts, "w", encoding="utf-8") as file:
+            file.write("It was\n---\nthe worst of times")
+
+        def samples(*model):
+            done = run("sample", "--model", *model, "--prompt-file", prompts, "--max-tokens", "12", "--temperature", "0",
+                       "--ignore-eos", "--json")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return json.loads(done.stdout)["samples"]
+
+        tokens = lambda found: [s["tokens"] for s in found]  # noqa: E731
+        plain, merged = samples(base), {a: samples(a, "--base", base) for a in (path, second)}
+        self.assertEqual(len({str(tokens(x)) for x in (plain, *merged.values())}), 3)
+        self.assertEqual(tokens(samples(base, "--adapter", path)), tokens(merged[path]))
+        both = samples(base, "--adapter", second, "--adapter", path)
+        self.assertEqual([(s["adapter"], s["prompt"]) for s in both],
+                         [(a, p["prompt"]) for p in plain for a in (second, path)])
+        for a in (path, second):
+            self.assertEqual([s["tokens"] for s in both if s["adapter"] == a], tokens(merged[a]))
+        for model, adapter, words in ((base, base, ["is no LoRA adapter"]), (base, "nowhere", ["is no LoRA adapter"]),
+                                      (path, second, ["is an adapter itself", "as --model"]),
+                                      ("llama-tiny", path, ["is a preset", "the adapter's base"])):
+            with self.subTest(model=model, adapter=adapter):
+                options = ["--base", base] if model == path else []
+                self.refused(1, [f"--adapter {adapter}", *words], "sample", "--model", model, *options, "--adapter",
+                             adapter, "--random-weights")
+        self.set_config(second, r=520)
+        zeros = {name: np.zeros((520, x.shape[1]) if "A" in name else (x.shape[0], 520), "<f4")
+                 for name, x in read_safetensors(os.path.join(path, "adapter_model.safetensors")).items()}
+        write_safetensors(os.path.join(second, "adapter_model.safetensors"), zeros)
+        self.refused(1, ["rank 520", "at most 512"], "sample", "--model", base, "--adapter", second)
+
     def test_training_starts_from_the_merged_weights(self):
         path, base = self.random_adapter()
         text = self.path("text.txt")
