@@ -8,7 +8,7 @@ import subprocess
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 
-from harness import DRIVER, SHIM, BaseRunTest, checkpoints, cuda, digests, log, run, sanitized
+from harness import DRIVER, SHIM, BaseRunTest, checkpoints, cuda, digest, digests, log, run, sanitized
 
 
 class CrashesTest(BaseRunTest):
@@ -24,6 +24,14 @@ class CrashesTest(BaseRunTest):
         expected = digests(os.path.join(self.base, "step_00000008"))
         # Step 6 is written in the background.
         args = ["--resume", "--eval-every", 8, "--save-every", 2, "--on-save-error", "stop"]
+        unbroken = self.copy_with_checkpoint(f"{mode}_unbroken", 4)
+        self.assertEqual(run("train", "--out", unbroken, *args).returncode, 0)
+
+        def files(run_dir, checkpoint):
+            path = os.path.join(run_dir, checkpoint)
+            return {name: digest(os.path.join(path, name)) for name in os.listdir(path)}
+        whole = {name: files(unbroken, name) for name in checkpoints(unbroken)}
+        self.assertEqual(sorted(whole), [f"step_{n:08}" for n in (4, 6, 8)])
 
         def broken_at(n):
             run_dir = self.copy_with_checkpoint(f"{mode}_{n}", 4)
@@ -36,8 +44,11 @@ class CrashesTest(BaseRunTest):
                 self.assertIn("No space left on device", last)
                 self.assertIn(run_dir, last)
             for name in checkpoints(run_dir):  # every checkpoint is complete
-                info = run("info", os.path.join(run_dir, name), "--json")
-                self.assertEqual(info.returncode, 0, info.stderr)
+                if name in whole:
+                    self.assertEqual(files(run_dir, name), whole[name])
+                else:  # a run that stops saves where it is
+                    info = run("info", os.path.join(run_dir, name), "--json")
+                    self.assertEqual(info.returncode, 0, info.stderr)
             self.assertIn("step_00000004", checkpoints(run_dir))
             if mode == "enospc":
                 self.assertFalse([name for name in os.listdir(run_dir) if "tmp" in name], "half-written files are left")
