@@ -293,8 +293,9 @@ void Engine::count_weight_bytes() {
 }
 
 // On a GPU, runs steps of a full batch before the first sequence starts. For large batches this times the GEMM
-// library's algorithms and picks the fastest. It also records the graph for every context bucket: recording takes
-// milliseconds and would delay a token later. Every row is marked as retired, and the results are not used.
+// library's algorithms and picks the fastest. It also records the graph for every context bucket, and with
+// all_batch_sizes for every batch size: recording takes milliseconds and would delay a token later. Every row is marked
+// as retired, and the results are not used.
 void Engine::prepare_graphs() {
     const int64_t B = options.slots;
     if (!graphs_replay()) return;
@@ -312,9 +313,12 @@ void Engine::prepare_graphs() {
         decode_step(B, bucket(1, options.context));
         matmul_tuning(false, stream);
     }
-    for (int64_t length = 0; length < options.context;) {
-        length = bucket(length + 1, options.context);
-        graphs[{B, length, step_classes & STEP_KERNELS}].run(stream, [&] { decode_step(B, length); });
+    for (int64_t n = options.all_batch_sizes ? 1 : B; n <= B; n = step_rows(n + 1)) {
+        for (int64_t length = 0; length < options.context;) {
+            length = bucket(length + 1, options.context);
+            graphs[{n, length, step_classes & STEP_KERNELS}].run(stream, [&] { decode_step(n, length); });
+        }
+        if (n == B) break;
     }
 }
 
@@ -733,9 +737,8 @@ void Engine::fork(int64_t from, const std::vector<const Prompt*>& to) {
 }
 
 // Rows of a decode step. As requests come and go, few batch sizes need few graphs.
-int64_t Engine::step_rows() const {
+int64_t Engine::step_rows(int64_t n) const {
     constexpr int64_t FEW = 8;
-    const int64_t n = int64_t(batch.size());
     return !graphs_replay() || n <= FEW ? n : std::min((n + FEW - 1) / FEW * FEW, options.slots);
 }
 
@@ -758,7 +761,7 @@ void Engine::upload_batch(bool with_tokens) {
         step_classes |= s.sampling.classes | (s.logprobs ? LOGPROBS : 0u) | (s.top_logprobs ? TOP_LOGPROBS : 0u);
     }
     // Unused rows look like those of retired sequences.
-    while (int64_t(slot.size()) < step_rows()) {
+    while (int64_t(slot.size()) < step_rows(int64_t(batch.size()))) {
         slot.push_back(-1);
         position.push_back(-1);
         adapter.push_back(-1);
@@ -1011,7 +1014,7 @@ void Engine::decode() {
     if (dynamic_rope || cache.tables_changed()) staging->next();
     cache.upload_tables(*staging, stream);
     upload_angles(token_positions, sequence_lengths);
-    const int64_t B = step_rows(), max_length = bucket(most_tokens, options.context);
+    const int64_t B = step_rows(int64_t(batch.size())), max_length = bucket(most_tokens, options.context);
     graphs[{B, max_length, step_classes & STEP_KERNELS}].run(stream, [&] { decode_step(B, max_length); });
     queue_results(B);
 }

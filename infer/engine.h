@@ -55,7 +55,10 @@ struct EngineOptions {
     bool prompt_logprobs = false;
     int64_t sampled_vocab = 0;  // only ids below this are sampled (infer/prompts.h); 0: the model's whole vocabulary
     bool batch_invariant = false;
-    bool logprobs = false;     // fill Step::logprobs for all prompts
+    bool logprobs = false;  // fill Step::logprobs for all prompts
+    // On a GPU: requests come and go at any time, so the graphs of all batch sizes are recorded ahead, which takes a
+    // second or less. Otherwise each is recorded when it is needed, which delays a token by milliseconds.
+    bool all_batch_sizes = false;
     int64_t adapters = 0;      // LoRA adapters that prompts choose from (InferenceWeights::adapters)
     int64_t adapter_rank = 0;  // R of kernels/generation/lora_rows.h
 };
@@ -279,7 +282,7 @@ class Engine {
     void queue_results(int64_t B);
     void read_logprobs(const QueuedStep& q, size_t row);
     void decode_step(int64_t B, int64_t max_length);
-    int64_t step_rows() const;
+    int64_t step_rows(int64_t sequences) const;
 
     const Stream stream;
     const bool dynamic_rope;  // RoPE angles depend on the sequence's current length

@@ -96,6 +96,7 @@ LoadedEngine& engine_of(int64_t slots, int64_t context, int64_t pages, int64_t a
         o.cache_pages = pages;
         o.adapters = adapters;
         o.adapter_rank = 16;
+        o.all_batch_sizes = true;
         o.dtype = on_gpu() ? DType::BF16 : DType::F32;
         loaded.reset();  // before the next one takes its memory
         loaded = std::make_unique<LoadedEngine>(*ctx, find_model(on_gpu() ? "llama-1B" : "llama-tiny"), o, true);
