@@ -200,11 +200,11 @@ class ServeLoad(TrainingTest):
             self.assertEqual(server.count("pages_in_use"), 0)
 
     def test_a_client_that_goes_away(self):
-        with self.server("--slots", 1, "--context", 4000) as server:
+        with self.server("--slots", 2, "--context", 4000) as server:
             def running():
                 return server.count("sequences_running")
-            streams = [server.stream(prompt="a", max_tokens=3900, ignore_eos=True), server.stream(prompt="b", max_tokens=3900, ignore_eos=True)]
-            self.eventually(lambda: running() == 1 and server.count("sequences_waiting") == 1)
+            streams = [server.stream(prompt=text, max_tokens=3900, ignore_eos=True) for text in "abc"]
+            self.eventually(lambda: running() == 2 and server.count("sequences_waiting") == 1)
             for s in streams[::-1]:  # first the one that waits
                 s.close()
             self.eventually(lambda: running() == 0 and server.count("pages_in_use") == 0)
@@ -215,7 +215,7 @@ class ServeLoad(TrainingTest):
             self.eventually(lambda: running() == 1)
             s.close()
             self.eventually(lambda: running() == 0)
-            self.assertEqual(server.count("cancelled_total"), 3)
+            self.assertEqual(server.count("cancelled_total"), 4)
 
     def test_a_full_queue(self):
         with self.server("--slots", 1, "--context", 4000, "--max-queue", 1) as server:
