@@ -30,3 +30,8 @@ constexpr int64_t packed_row_bytes(Packing packing, int64_t C) {
     const int64_t scales = packing == Packing::Fp8 ? 4 : C / PACKED_GROUP * 2;
     return (packed_code_bytes(packing, C) + scales + 15) / 16 * 16;
 }
+
+// out [OC, C] T = the weights, rounded once. T: fp32, on a GPU also bf16 and fp16. On a GPU rows of out begin at
+// multiples of 16 bytes. Throws Error on a wrong shape, dtype or alignment, and where PACKED_GROUP does not divide C of
+// Int8 and Int4.
+void packed_dequantise(Tensor out, const PackedWeight& weight, Stream stream);

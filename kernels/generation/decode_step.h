@@ -30,7 +30,8 @@
 
 // Views of a model's weights.
 struct InferenceWeights {
-    Tensor wte, wpe;  // [Vp, C]; [positions, C] or null
+    Tensor wte, wpe;  // [Vp, C], null if it is packed; [positions, C] or null
+    const struct PackedWeight* packed_wte = nullptr;
     std::vector<BlockWeights> blocks;
     NormWeights normf;
     LinearWeights head;          // [Vp, C]
