@@ -3,9 +3,11 @@
 // an activation one after the other.
 #include "kernels/generation/linear.h"
 
+#include "kernels/activation.h"
 #include "kernels/generation/linear.cuh"
 #include "kernels/generation/linear_check.h"
 #include "kernels/matmul.h"
+#include "kernels/packed_weight.h"
 
 namespace {
 
@@ -52,20 +54,12 @@ bool launch_own_kernel(const char* op, const LinearParams<T>& p, bool batch_inva
     return false;
 }
 
-}  // namespace
-
-int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype) {
-    return linear_normed_bytes(N, C, dtype) + N * OC * dtype_size(dtype);
-}
-
-void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const LinearWeights& weights, Tensor scratch,
-            bool batch_invariant, Stream stream) {
-    const char* op = "linear";
-    const DType dtype = check_activation_dtype(op, "inp", inp);
-    const LinearSizes z = check_linear(op, dtype, output, inp, norm, weights, scratch);
-    if (z.N == 0 || z.OC == 0) return;
+// Weights in T.
+void linear_in_dtype(const char* op, const LinearSizes& z, const LinearOutput& output, const Tensor& inp,
+                     const InputNorm& norm, const LinearWeights& weights, const Tensor& scratch, bool batch_invariant,
+                     Stream stream) {
     bool done = false;
-    dispatch_dtype(op, dtype, [&](auto zero) {
+    dispatch_dtype(op, inp.dtype, [&](auto zero) {
         const auto p = make_params<decltype(zero)>(z, output, inp, norm, weights);
         done = launch_own_kernel(op, p, batch_invariant, stream);
     });
@@ -79,7 +73,7 @@ void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const
                                          stream);
     if (!residual) return matmul_forward(out, x, weight, bias, stream);
     if (row_stride(residual) != row_stride(out)) {
-        const size_t width = size_t(z.columns * dtype_size(dtype)), item = size_t(dtype_size(dtype));
+        const size_t item = size_t(dtype_size(inp.dtype)), width = size_t(z.columns) * item;
         cuda_check(cudaMemcpy2DAsync(out.data, size_t(row_stride(out)) * item, residual.data,
                                      size_t(row_stride(residual)) * item, width, size_t(z.N), cudaMemcpyDeviceToDevice,
                                      cuda_stream(stream)),
@@ -87,4 +81,77 @@ void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const
         residual = out;
     }
     matmul_forward_add(out, x, weight, bias, residual, stream);
+}
+
+// Rows of C weights that are dequantised at a time: 64 MiB of 16-bit weights, so that the library still has large
+// matrices. A multiple of 1,024 rows, where a group of NF4's scales ends.
+int64_t tile_rows(int64_t C, int64_t OC) {
+    constexpr int64_t MAX_WEIGHTS = 32 << 20, STEP = NF4_BLOCK * NF4_GROUP / 16;
+    return std::min(OC, std::max(MAX_WEIGHTS / std::max<int64_t>(C, 1) / STEP * STEP, STEP));
+}
+
+// Calls f(first row, tile [rows, C]) for the weights, which are dequantised to `tile`, one after the other.
+template <typename F>
+void for_each_tile(const LinearWeights& weights, const Tensor& tile, Stream stream, F f) {
+    const int64_t C = tile.shape[1];
+    if (weights.packed) {
+        const PackedWeight& w = *weights.packed;
+        const int64_t OC = w.rows.shape[0];
+        for (int64_t o = 0; o < OC; o += tile.shape[0]) {
+            const int64_t end = std::min(o + tile.shape[0], OC);
+            const Tensor to = tile.rows(0, end - o);
+            packed_dequantise(to, {w.packing, C, w.rows.rows(o, end)}, stream);
+            f(o, to);
+        }
+        return;
+    }
+    for (const Nf4Matrix::Part& part : weights.nf4->parts) {
+        const Nf4Weights& w = part.weights;
+        for (int64_t o = 0; o < part.rows; o += tile.shape[0]) {
+            const int64_t end = std::min(o + tile.shape[0], part.rows), n = (end - o) * C, first = o * C / NF4_BLOCK;
+            const Tensor to = tile.rows(0, end - o);
+            const int64_t group = first / NF4_GROUP;
+            nf4_dequantise(make_tensor(to.data, to.dtype, to.device, {n}),
+                           {w.codes.rows(o * C / 2, end * C / 2), w.absmax_codes.rows(first, first + nf4_blocks(n)),
+                            w.group_absmax.rows(group, group + nf4_groups(n)), w.mean},
+                           stream);
+            f(part.row + o, to);
+        }
+    }
+}
+
+// Packed or NF4 weights, dequantised tile by tile and multiplied like weights in T.
+void linear_by_tiles(const char* op, const LinearSizes& z, const LinearOutput& output, const Tensor& inp,
+                     const InputNorm& norm, const LinearWeights& weights, const Tensor& scratch, bool batch_invariant,
+                     Stream stream) {
+    const bool activates = output.activation != Activation::None;
+    const Tensor x = norm.weight ? linear_normed(scratch, z, inp, norm, stream) : inp;
+    const Tensor y = activates ? linear_pre_activation(scratch, z, inp) : output.out;
+    const int64_t at = linear_normed_bytes(z.N, z.C, inp.dtype) + linear_pre_activation_bytes(z.N, z.OC, inp.dtype);
+    const Tensor tile = make_tensor(static_cast<char*>(scratch.data) + at, inp.dtype, inp.device,
+                                    {tile_rows(z.C, z.OC), z.C});
+    for_each_tile(weights, tile, stream, [&](int64_t first, const Tensor& weight) {
+        const int64_t rows = weight.shape[0], end = first + rows;
+        const auto columns = [&](const Tensor& t) { return t ? t.columns(first, end) : Tensor{}; };
+        linear_in_dtype(op, {z.N, z.C, rows, rows}, {columns(y), Activation::None, columns(output.residual)}, x, {},
+                        {weight, columns(weights.bias)}, {}, batch_invariant, stream);
+    });
+    if (activates) activation_forward(output.activation, output.out, y, stream);
+}
+
+}  // namespace
+
+int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packed) {
+    const int64_t tile = packed ? tile_rows(C, OC) * C * dtype_size(dtype) : 0;
+    return linear_normed_bytes(N, C, dtype) + linear_pre_activation_bytes(N, OC, dtype) + tile;
+}
+
+void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const LinearWeights& weights, Tensor scratch,
+            bool batch_invariant, Stream stream) {
+    const char* op = "linear";
+    const DType dtype = check_activation_dtype(op, "inp", inp);
+    const LinearSizes z = check_linear(op, dtype, output, inp, norm, weights, scratch);
+    if (z.N == 0 || z.OC == 0) return;
+    const bool in_dtype = !weights.packed && !weights.nf4;
+    (in_dtype ? linear_in_dtype : linear_by_tiles)(op, z, output, inp, norm, weights, scratch, batch_invariant, stream);
 }
