@@ -51,6 +51,14 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
     return reinterpret_cast<const uint32_t&>(product);
 }
 
+// (word & mask) | bits: one instruction, for which the compiler must be asked.
+template <uint32_t MASK, uint32_t BITS>
+__device__ __forceinline__ uint32_t masked_or(uint32_t word) {
+    uint32_t result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "n"(MASK), "n"(BITS));
+    return result;
+}
+
 // The codes in bytes 1 and 3 of a word.
 template <typename T>
 __device__ __forceinline__ uint32_t fp8_pair(uint32_t word) {
@@ -63,17 +71,17 @@ __device__ __forceinline__ uint32_t fp8_pair(uint32_t word) {
 template <typename T>
 __device__ __forceinline__ uint32_t int8_pair(uint32_t word) {
     if constexpr (std::is_same_v<T, bf16>)
-        return add_pairs<T>((word & 0x007f007fu) | 0x43004300u, (word & 0x00800080u) | 0xc300c300u);
+        return add_pairs<T>(masked_or<0x007f007f, 0x43004300>(word), masked_or<0x00800080, 0xc300c300>(word));
     else
-        return add_pairs<T>(((word ^ 0x00800080u) & 0x00ff00ffu) | 0x64006400u, 0xe480e480u);  // −1152
+        return add_pairs<T>(masked_or<0x00ff00ff, 0x64006400>(word ^ 0x00800080u), 0xe480e480u);  // −1152
 }
 // The codes in bits 0 to 3 and 16 to 19 of a word.
 template <typename T>
 __device__ __forceinline__ uint32_t int4_pair(uint32_t word) {
     if constexpr (std::is_same_v<T, bf16>)
-        return add_pairs<T>((word & 0x000f000fu) | 0x43004300u, 0xc308c308u);  // −136
+        return add_pairs<T>(masked_or<0x000f000f, 0x43004300>(word), 0xc308c308u);  // −136
     else
-        return add_pairs<T>((word & 0x000f000fu) | 0x64006400u, 0xe408e408u);  // −1032
+        return add_pairs<T>(masked_or<0x000f000f, 0x64006400>(word), 0xe408e408u);  // −1032
 }
 
 // The eight weights of a lane, without their scale. word: its bytes of the group, from group_bytes / 4·t on.
@@ -122,10 +130,6 @@ __device__ __forceinline__ void load_codes(uint32_t (&word)[LANE_WORDS], const c
         word[0] = both.x;
         word[1] = both.y;
     }
-}
-
-__device__ __forceinline__ float half_bits_as_float(uint32_t bits) {
-    return __half2float(__ushort_as_half(uint16_t(bits)));
 }
 
 // Weights c … c + 3 of a row of C: 4 divides c.

@@ -53,14 +53,15 @@ struct PackedWarpMatmul {
         scales_at = int(packed_code_bytes(packing, K)) + 2 * first;
     }
 
+    // The lane's group in a step. Past the last one it takes another one's place; its weights then count as zeros.
+    __device__ __forceinline__ int group_of(int step) const { return min((step << log_parts) + part, max(groups - 1, 0)); }
+    __device__ __forceinline__ bool has_group(int step) const { return (step << log_parts) + part < groups; }
+
     template <Packing P, int STAGES>
     __device__ __forceinline__ void load(int step) {
-        const int group = (step << log_parts) + part;
+        const int at = codes_at + group_of(step) * group_bytes(P);
 #pragma unroll
-        for (int g = 0; g < STAGES; g++) {
-            w[g][0] = w[g][1] = 0;
-            if (group < groups) load_codes<P>(w[g], from[g] + codes_at + group * group_bytes(P));
-        }
+        for (int g = 0; g < STAGES; g++) load_codes<P>(w[g], from[g] + at);
     }
     __device__ __forceinline__ void next(Ring& ring, Slice, int most) {
         taken = 0;
@@ -88,26 +89,27 @@ struct PackedWarpMatmul {
         const T* in[PASSES];
 #pragma unroll
         for (int i = 0; i < PASSES; i++)
-            in[i] = x + min(i * stage_rows + row, N - 1) * K + part * int(PACKED_GROUP);
-        const int step_columns = int(PACKED_GROUP) << log_parts;
+            in[i] = x + min(i * stage_rows + row, N - 1) * K;
 #pragma unroll 1
         for (int step = 0; (step << log_parts) < groups; step++) {
-            const int group = (step << log_parts) + part;
-            const bool inside = group < groups;
+            const int group = group_of(step);
+            const bool inside = has_group(step);
             uint32_t a[EVEN][4] = {};
             float scale[EVEN] = {};
 #pragma unroll
             for (int g = 0; g < STAGES; g++) {
+                if (P == Packing::Fp8 && !inside) w[g][0] = w[g][1] = 0;
                 code_pairs<P, T>(a[g], w[g]);
-                if (P != Packing::Fp8 && inside)
-                    scale[g] = as_float(*reinterpret_cast<const fp16*>(from[g] + scales_at + 2 * group));
+                if (P == Packing::Fp8) continue;
+                scale[g] = as_float(*reinterpret_cast<const fp16*>(from[g] + scales_at + 2 * group));
+                if (!inside) scale[g] = 0;
             }
             load<P, STAGES>(step + 1);
 #pragma unroll
             for (int i = 0; i < PASSES; i++) {
-                if (i * stage_rows >= N) break;
-                uint32_t b[4] = {};
-                if (inside) activation_pairs<P>(b, in[i] + step * step_columns, t);
+                if (i > 0 && i * stage_rows >= N) break;
+                uint32_t b[4];
+                activation_pairs<P>(b, in[i] + group * int(PACKED_GROUP), t);
 #pragma unroll
                 for (int g = 0; g < EVEN; g += 2) {
                     float y[4] = {};
@@ -155,7 +157,7 @@ struct PackedWarpMatmul {
         }
 #pragma unroll
         for (int i = 0; i < PASSES; i++) {
-            if (i * stage_rows >= N) break;
+            if (i > 0 && i * stage_rows >= N) break;
 #pragma unroll
             for (int g = 0; g < STAGES; g++) store(sum[i][g], i * stage_rows, g, N, to);
         }
