@@ -3,8 +3,8 @@
 //
 // In an mma a row of the weights belongs to four neighbouring lanes. Lane t of them loads a quarter of the bytes of a
 // group, eight weights, and makes four pairs of T of their codes: pairs 0 and 1 for the first mma, 2 and 3 for the
-// second. Which columns those are does not matter as long as activation_pairs() agrees. Codes are exact in bf16 and in
-// fp16, so that only the scales are left for the sums, in fp32.
+// second. Which columns those are does not matter as long as activation_pairs() takes the same. Codes are exact in bf16
+// and in fp16, so that only the scales are left for the sums, in fp32.
 //
 //   Fp8    The bits of a code in the place of a T's have an exponent that is too small by the difference of the biases,
 //          also where the code is subnormal: a multiplication by a power of two.
@@ -84,19 +84,26 @@ __device__ __forceinline__ uint32_t int4_pair(uint32_t word) {
         return add_pairs<T>(masked_or<0x000f000f, 0x64006400>(word), 0xe408e408u);  // −1032
 }
 
-// The eight weights of a lane, without their scale. word: its bytes of the group, from group_bytes / 4·t on.
+// The eight weights of a lane, without their scale, in the order of their columns. word: its bytes of the group, from
+// group_bytes / 4·t on.
 template <Packing P, typename T>
 __device__ __forceinline__ void code_pairs(uint32_t (&pair)[4], const uint32_t (&word)[LANE_WORDS]) {
+    constexpr int EVEN_FIRST = 0x3120;  // bytes 0, 2, 1, 3: pairs lie in every other byte
     if constexpr (P == Packing::Int4) {
-        pair[0] = int4_pair<T>(word[0]);
-        pair[1] = int4_pair<T>(word[0] >> 8);
-        pair[2] = int4_pair<T>(word[0] >> 4);
-        pair[3] = int4_pair<T>(word[0] >> 12);
+        const uint32_t nibbles = __byte_perm(word[0], 0, EVEN_FIRST);
+#pragma unroll
+        for (int i = 0; i < 4; i++) pair[i] = int4_pair<T>(nibbles >> (i % 2 * 8 + i / 2 * 4));
     } else {
 #pragma unroll
         for (int i = 0; i < LANE_WORDS; i++) {
-            pair[2 * i] = P == Packing::Fp8 ? fp8_pair<T>(word[i] << 8) : int8_pair<T>(word[i]);
-            pair[2 * i + 1] = P == Packing::Fp8 ? fp8_pair<T>(word[i]) : int8_pair<T>(word[i] >> 8);
+            if constexpr (P == Packing::Fp8) {  // to bytes 1 and 3
+                pair[2 * i] = fp8_pair<T>(__byte_perm(word[i], 0, 0x1404));
+                pair[2 * i + 1] = fp8_pair<T>(__byte_perm(word[i], 0, 0x3424));
+            } else {
+                const uint32_t bytes = __byte_perm(word[i], 0, EVEN_FIRST);
+                pair[2 * i] = int8_pair<T>(bytes);
+                pair[2 * i + 1] = int8_pair<T>(bytes >> 8);
+            }
         }
     }
 }
@@ -104,19 +111,12 @@ __device__ __forceinline__ void code_pairs(uint32_t (&pair)[4], const uint32_t (
 // The activations of a group, from x on, that belong to those weights.
 template <Packing P, typename T>
 __device__ __forceinline__ void activation_pairs(uint32_t (&pair)[4], const T* x, int t) {
-    Pack<T, 4> half[2];  // of the eight
-    if constexpr (P == Packing::Int4) {
-        half[0] = load_pack<4>(x + 4 * t);
-        half[1] = load_pack<4>(x + PACKED_GROUP / 2 + 4 * t);
-    } else {
-        const Pack<T, 8> all = load_pack<8>(x + 8 * t);
-        half[0] = {all.word[0], all.word[1]};
-        half[1] = {all.word[2], all.word[3]};
-    }
+    constexpr int PARTS = P == Packing::Int4 ? 2 : 1, W = 8 / PARTS;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {  // elements 0 and 2, 1 and 3
-        pair[2 * i] = __byte_perm(half[i].word[0], half[i].word[1], 0x5410);
-        pair[2 * i + 1] = __byte_perm(half[i].word[0], half[i].word[1], 0x7632);
+    for (int i = 0; i < PARTS; i++) {
+        const Pack<T, W> part = load_pack<W>(x + i * int(PACKED_GROUP) / PARTS + W * t);
+#pragma unroll
+        for (int k = 0; k < W / 2; k++) pair[i * W / 2 + k] = part.word[k];
     }
 }
 

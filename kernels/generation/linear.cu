@@ -1,6 +1,7 @@
 // Chooses the kernel of a linear layer by the number of rows N and the matrix: GEMV for up to 8 rows, or for any number
 // where batch invariance is asked for; a small-batch GEMM for up to 64 rows; otherwise a norm, the library's GEMM and
-// an activation one after the other.
+// an activation one after the other. Packed and NF4 weights have kernels of their own for small N; otherwise they are
+// dequantised tile by tile.
 #include "kernels/generation/linear.h"
 
 #include "kernels/activation.h"
@@ -11,6 +12,8 @@
 
 namespace {
 
+constexpr const char* OP = "linear";
+
 template <typename T>
 LinearParams<T> make_params(const LinearSizes& z, const LinearOutput& output, const Tensor& inp, const InputNorm& norm,
                             const LinearWeights& weights) {
@@ -19,8 +22,10 @@ LinearParams<T> make_params(const LinearSizes& z, const LinearOutput& output, co
     LinearParams<T> p{};
     p.inp = inp.as<T>();
     p.inp_stride = row_stride(inp);
-    p.weight = weight.as<T>();
-    p.weight_stride = row_stride(weight);
+    if (weight) {
+        p.weight = weight.as<T>();
+        p.weight_stride = row_stride(weight);
+    }
     p.out = out.as<T>();
     p.out_stride = row_stride(out);
     if (bias) p.bias = bias.as<T>();
@@ -43,25 +48,36 @@ LinearParams<T> make_params(const LinearSizes& z, const LinearOutput& output, co
 
 // False if the layer needs the library.
 template <typename T>
-bool launch_own_kernel(const char* op, const LinearParams<T>& p, bool batch_invariant, Stream stream) {
-    if ((p.N <= LINEAR_SMALL_N || batch_invariant) && linear_gemv(op, p, stream)) return true;
+bool launch_own_kernel(const LinearParams<T>& p, bool batch_invariant, Stream stream) {
+    if ((p.N <= LINEAR_SMALL_N || batch_invariant) && linear_gemv(OP, p, stream)) return true;
     if constexpr (sizeof(T) == 2) {
 #ifdef HAVE_SM90A
-        if (linear_small_batch_hopper(op, p, stream)) return true;
+        if (linear_small_batch_hopper(OP, p, stream)) return true;
 #endif
-        return linear_small_batch(op, p, stream);
+        return linear_small_batch(OP, p, stream);
+    }
+    return false;
+}
+
+// Kernels that convert packed or NF4 weights in registers. False if the weights must be dequantised first.
+template <typename T>
+bool launch_packed_kernel(const LinearParams<T>& p, const LinearWeights& weights, bool batch_invariant, Stream stream) {
+    if constexpr (sizeof(T) == 2) {
+        if (p.N <= LINEAR_SMALL_N || batch_invariant)
+            return weights.packed ? linear_packed_gemv(OP, p, *weights.packed, stream)
+                                  : linear_nf4_gemv(OP, p, *weights.nf4, stream);
+        if (weights.packed && !p.norm_weight) return linear_packed_small_batch(OP, p, *weights.packed, stream);
     }
     return false;
 }
 
 // Weights in T.
-void linear_in_dtype(const char* op, const LinearSizes& z, const LinearOutput& output, const Tensor& inp,
-                     const InputNorm& norm, const LinearWeights& weights, const Tensor& scratch, bool batch_invariant,
-                     Stream stream) {
+void linear_in_dtype(const LinearSizes& z, const LinearOutput& output, const Tensor& inp, const InputNorm& norm,
+                     const LinearWeights& weights, const Tensor& scratch, bool batch_invariant, Stream stream) {
     bool done = false;
-    dispatch_dtype(op, inp.dtype, [&](auto zero) {
+    dispatch_dtype(OP, inp.dtype, [&](auto zero) {
         const auto p = make_params<decltype(zero)>(z, output, inp, norm, weights);
-        done = launch_own_kernel(op, p, batch_invariant, stream);
+        done = launch_own_kernel(p, batch_invariant, stream);
     });
     if (done) return;
     const Tensor &out = output.out, &weight = weights.weight, &bias = weights.bias;
@@ -77,7 +93,7 @@ void linear_in_dtype(const char* op, const LinearSizes& z, const LinearOutput& o
         cuda_check(cudaMemcpy2DAsync(out.data, size_t(row_stride(out)) * item, residual.data,
                                      size_t(row_stride(residual)) * item, width, size_t(z.N), cudaMemcpyDeviceToDevice,
                                      cuda_stream(stream)),
-                   op);
+                   OP);
         residual = out;
     }
     matmul_forward_add(out, x, weight, bias, residual, stream);
@@ -120,12 +136,22 @@ void for_each_tile(const LinearWeights& weights, const Tensor& tile, Stream stre
     }
 }
 
-// Packed or NF4 weights, dequantised tile by tile and multiplied like weights in T.
-void linear_by_tiles(const char* op, const LinearSizes& z, const LinearOutput& output, const Tensor& inp,
-                     const InputNorm& norm, const LinearWeights& weights, const Tensor& scratch, bool batch_invariant,
-                     Stream stream) {
-    const bool activates = output.activation != Activation::None;
+// Packed or NF4 weights: by a kernel that converts them in registers, or dequantised tile by tile and multiplied like
+// weights in T.
+void linear_packed(const LinearSizes& z, const LinearOutput& output, const Tensor& inp, const InputNorm& norm,
+                   const LinearWeights& weights, const Tensor& scratch, bool batch_invariant, Stream stream) {
+    const auto launched = [&](const Tensor& x, const InputNorm& before) {
+        bool done = false;
+        dispatch_dtype(OP, x.dtype, [&](auto zero) {
+            const auto p = make_params<decltype(zero)>(z, output, x, before, weights);
+            done = launch_packed_kernel(p, weights, batch_invariant, stream);
+        });
+        return done;
+    };
+    if (launched(inp, norm)) return;
     const Tensor x = norm.weight ? linear_normed(scratch, z, inp, norm, stream) : inp;
+    if (norm.weight && launched(x, {})) return;
+    const bool activates = output.activation != Activation::None;
     const Tensor y = activates ? linear_pre_activation(scratch, z, inp) : output.out;
     const int64_t at = linear_normed_bytes(z.N, z.C, inp.dtype) + linear_pre_activation_bytes(z.N, z.OC, inp.dtype);
     const Tensor tile = make_tensor(static_cast<char*>(scratch.data) + at, inp.dtype, inp.device,
@@ -133,7 +159,7 @@ void linear_by_tiles(const char* op, const LinearSizes& z, const LinearOutput& o
     for_each_tile(weights, tile, stream, [&](int64_t first, const Tensor& weight) {
         const int64_t rows = weight.shape[0], end = first + rows;
         const auto columns = [&](const Tensor& t) { return t ? t.columns(first, end) : Tensor{}; };
-        linear_in_dtype(op, {z.N, z.C, rows, rows}, {columns(y), Activation::None, columns(output.residual)}, x, {},
+        linear_in_dtype({z.N, z.C, rows, rows}, {columns(y), Activation::None, columns(output.residual)}, x, {},
                         {weight, columns(weights.bias)}, {}, batch_invariant, stream);
     });
     if (activates) activation_forward(output.activation, output.out, y, stream);
@@ -148,10 +174,9 @@ int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packe
 
 void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const LinearWeights& weights, Tensor scratch,
             bool batch_invariant, Stream stream) {
-    const char* op = "linear";
-    const DType dtype = check_activation_dtype(op, "inp", inp);
-    const LinearSizes z = check_linear(op, dtype, output, inp, norm, weights, scratch);
+    const DType dtype = check_activation_dtype(OP, "inp", inp);
+    const LinearSizes z = check_linear(OP, dtype, output, inp, norm, weights, scratch);
     if (z.N == 0 || z.OC == 0) return;
     const bool in_dtype = !weights.packed && !weights.nf4;
-    (in_dtype ? linear_in_dtype : linear_by_tiles)(op, z, output, inp, norm, weights, scratch, batch_invariant, stream);
+    (in_dtype ? linear_in_dtype : linear_packed)(z, output, inp, norm, weights, scratch, batch_invariant, stream);
 }
