@@ -3,7 +3,11 @@
 #include "kernels/generation/linear.h"
 
 #include "dev/oracle/reference.h"
+#include "dev/tests/packed_fixture.h"
 #include "dev/tests/test_util.h"
+#ifndef USE_CUDA
+#include "kernels/generation/packed_linear.h"
+#endif
 #include "runtime/device/blas_stream.h"
 
 namespace {
@@ -231,6 +235,167 @@ TEST_P(Linear, BitsDoNotDependOnThreads) {
         return out.fetch();
     });
 }
+
+// Packed weights against float64 on the dequantised ones.
+//
+// On the CPU x is quantised for Int8 and Int4: a value moves by at most half a step, |x|max/254 of its group, and by
+// fp32 roundings of x/d and d that are 2⁻¹⁶ of that. So y moves by no more than
+//   Σ_g |x|max(g)/254 · Σ_{c in g} |w[o, c]|                                                              (bound)
+// and the roundings are independent, each of variance step²/12, so that the RMS over many outputs is
+//   √(Σ_g (|x|max(g)/127)²/12 · Σ_{c in g} w²)                                                            (expected)
+// which must hold to 15%: a code that is off by one, or a scale of the wrong group, gives more.
+struct PackedCase {
+    Packing packing;
+    int64_t N, C, OC;
+    bool bias = false, residual = false;
+};
+
+struct PackedArrays {
+    PackedCase c;
+    TestArray inp, bias, residual;
+    HostPacked host;
+    DevicePacked weight;
+
+    PackedArrays(const PackedCase& which, DType T)
+        : c(which),
+          inp(TestArray::random(T, {c.N, c.C}, 1)),
+          bias(TestArray::random(T, {c.OC}, 3)),
+          residual(TestArray::random(T, {c.N, c.OC}, 4)),
+          host(c.packing, TestArray::random({c.OC, c.C}, 2, 1 / std::sqrt(double(c.C))).values(), c.OC, c.C),
+          weight(host) {}
+    std::vector<double> run(DType T, bool batch_invariant = false, int64_t first = 0, int64_t count = -1) const {
+        const int64_t N = count < 0 ? c.N : count;
+        const TestArray out = TestArray::poisoned(T, {N, c.OC});
+        LinearWeights weights;
+        weights.packed = &weight;
+        if (c.bias) weights.bias = bias;
+        linear({out, Activation::None, c.residual ? residual.tensor().rows(first, first + N) : Tensor{}},
+               inp.tensor().rows(first, first + N), {}, weights,
+               TestArray::scratch(linear_scratch(N, c.C, c.OC, T, true)), batch_invariant, stream());
+        synchronize(stream());
+        return out.fetch();
+    }
+};
+
+void check_packed(const PackedCase& c, DType T) {
+    SCOPED_TRACE(str(name_of(c.packing), " N ", c.N, " C ", c.C, " OC ", c.OC, " bias ", c.bias));
+    const PackedArrays a(c, T);
+    const std::vector<double> got = a.run(T), w = a.host.decoded(), &x = a.inp.values();
+    const bool quantised = backend_device() == Device::CPU && c.packing != Packing::Fp8;
+    reference::Values ref(c.N * c.OC);
+    double error = 0, expected = 0;
+    for (int64_t n = 0; n < c.N; n++)
+        for (int64_t o = 0; o < c.OC; o++) {
+            reference::Value sum;
+            double bound = 0, variance = 0;
+            for (int64_t g = 0; g < c.C; g += PACKED_GROUP) {
+                double largest = 0, magnitudes = 0, squares = 0;
+                for (int64_t i = g; i < g + PACKED_GROUP; i++) {
+                    const double xi = x[size_t(n * c.C + i)], wi = w[size_t(o * c.C + i)];
+                    sum.add(xi * wi, std::fabs(xi * wi));
+                    largest = std::max(largest, std::fabs(xi));
+                    magnitudes += std::fabs(wi);
+                    squares += wi * wi;
+                }
+                bound += largest / 254 * magnitudes;
+                variance += largest / 127 * largest / 127 / 12 * squares;
+            }
+            if (c.bias) sum.add(a.bias.values()[size_t(o)]);
+            if (c.residual) sum.add(a.residual.values()[size_t(n * c.OC + o)]);
+            ref.set(n * c.OC + o, sum);
+            const double off = got[size_t(n * c.OC + o)] - sum.value;
+            error += off * off;
+            expected += variance;
+            if (quantised) EXPECT_LE(std::fabs(off), bound * (1 + 0x1p-15) + 1e-6 * sum.mag) << n << ", " << o;
+        }
+    if (!quantised) return expect_close("out", got, ref.value, ref.mag, c.C, c.OC, T, 2);
+    if (c.N * c.OC >= 500) EXPECT_LT(std::sqrt(error), 1.15 * std::sqrt(expected));
+}
+
+// Groups that do and don't fill blocks of 16, outputs that do and don't fill panels.
+TEST_P(Linear, PackedWeights) {
+    for (const Packing packing : ALL_PACKINGS)
+        for (const int64_t N : {1, 2, 5, 7, 12, 33})
+            for (const auto& [C, OC] : {std::pair<int64_t, int64_t>{32, 1},
+                                        {64, 97},
+                                        {288, 34},
+                                        {512, 48},
+                                        {576, 1536},
+                                        {800, 70},
+                                        {1536, 31}})
+                check_packed({packing, N, C, OC, N % 2 == 1, C > 500}, activation());
+    check_packed({Packing::Int4, 3, 8192, 100}, activation());
+    check_packed({Packing::Int8, 1, 14336, 60, true}, activation());
+}
+
+TEST_P(Linear, PackedRowsAreIndependent) {
+    for (const Packing packing : ALL_PACKINGS)
+        for (const auto& [C, OC] : {std::pair<int64_t, int64_t>{96, 70}, {768, 52}, {1120, 33}}) {
+            const PackedArrays a({packing, 29, C, OC, true, true}, activation());
+            const std::vector<double> together = a.run(activation(), true);
+            for (const int64_t step : {1, 2, 5, 11}) {
+                std::vector<double> apart;
+                for (int64_t n = 0; n < 29; n += step)
+                    for (const double y : a.run(activation(), true, n, std::min(step, 29 - n))) apart.push_back(y);
+                expect_same_bits(str(name_of(packing), ", ", step, " rows at a time").c_str(), together, apart);
+            }
+            expect_deterministic(name_of(packing), [&] { return a.run(activation()); });
+        }
+}
+
+#ifndef USE_CUDA
+// Every instruction set that this CPU has gives the same bits.
+TEST(PackedLinear, BitsDoNotDependOnTheInstructions) {
+    int tried = 0;
+    for (const char* instructions : {"AVX2", "AVX-512 VNNI", "AMX"}) {
+        if (!packed_linear_use(instructions)) {
+            std::cout << "skipped: this CPU or build has no " << instructions << "\n";
+            continue;
+        }
+        tried++;
+        for (const Packing packing : {Packing::Int8, Packing::Int4})
+            for (const int64_t N : {1, 2, 6, 17, 40})
+                for (const auto& [C, OC] : {std::pair<int64_t, int64_t>{32, 3}, {576, 100}, {1504, 65}}) {
+                    const PackedArrays a({packing, N, C, OC, true}, DType::F32);
+                    packed_linear_use(instructions);
+                    const std::vector<double> got = a.run(DType::F32);
+                    ASSERT_TRUE(packed_linear_use("C++"));
+                    expect_same_bits(str(instructions, " ", name_of(packing), " ", N, " ", C).c_str(), got,
+                                     a.run(DType::F32));
+                }
+    }
+    packed_linear_use("");
+    if (!tried) GTEST_SKIP() << "this CPU has the plain C++ kernels alone";
+}
+
+// Int8 codes of −128, which other programs may write, and inputs that are not finite.
+TEST(PackedLinear, ExtremeCodes) {
+    const int64_t C = 64, OC = 40;
+    HostPacked host(Packing::Int8, std::vector<double>(size_t(OC * C), 1.0), OC, C);
+    for (int64_t o = 0; o < OC; o++) std::fill_n(host.row(o), C, uint8_t(0x80));
+    const DevicePacked weight(host);
+    LinearWeights weights;
+    weights.packed = &weight;
+    for (const char* instructions : {"C++", "AVX2", "AVX-512 VNNI", "AMX"}) {
+        if (!packed_linear_use(instructions)) continue;
+        for (const int64_t N : {1, 3}) {
+            for (const double x : {1.0, -1.0, 0.0, double(INFINITY), double(NAN)}) {
+                const TestArray inp = TestArray::of(std::vector<double>(size_t(N * C), x), {N, C}),
+                                out = TestArray::poisoned({N, OC});
+                linear({out}, inp, {}, weights, TestArray::scratch(linear_scratch(N, C, OC, DType::F32, true)), false,
+                       stream());
+                for (const double y : out.fetch()) {
+                    if (std::isfinite(x))
+                        EXPECT_NEAR(y, -128 * host.scale(0, 0) * double(C) * x, 1e-4) << instructions << " " << x;
+                    else
+                        EXPECT_FALSE(std::isfinite(y)) << instructions << " " << x;
+                }
+            }
+        }
+    }
+    packed_linear_use("");
+}
+#endif
 
 INSTANTIATE_DTYPES(Linear);
 

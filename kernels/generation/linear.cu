@@ -153,8 +153,7 @@ void linear_packed(const LinearSizes& z, const LinearOutput& output, const Tenso
     if (norm.weight && launched(x, {})) return;
     const bool activates = output.activation != Activation::None;
     const Tensor y = activates ? linear_pre_activation(scratch, z, inp) : output.out;
-    const int64_t at = linear_normed_bytes(z.N, z.C, inp.dtype) + linear_pre_activation_bytes(z.N, z.OC, inp.dtype);
-    const Tensor tile = make_tensor(static_cast<char*>(scratch.data) + at, inp.dtype, inp.device,
+    const Tensor tile = make_tensor(linear_packed_scratch(scratch, z, inp.dtype).data, inp.dtype, inp.device,
                                     {tile_rows(z.C, z.OC), z.C});
     for_each_tile(weights, tile, stream, [&](int64_t first, const Tensor& weight) {
         const int64_t rows = weight.shape[0], end = first + rows;
@@ -168,8 +167,13 @@ void linear_packed(const LinearSizes& z, const LinearOutput& output, const Tenso
 }  // namespace
 
 int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packed) {
+    const int64_t pre_activation = (N * OC * dtype_size(dtype) + 255) / 256 * 256;
     const int64_t tile = packed ? tile_rows(C, OC) * C * dtype_size(dtype) : 0;
-    return linear_normed_bytes(N, C, dtype) + linear_pre_activation_bytes(N, OC, dtype) + tile;
+    return linear_normed_bytes(N, C, dtype) + pre_activation + tile;
+}
+
+int64_t linear_nf4_scratch(int64_t N, int64_t C, int64_t OC, DType dtype) {
+    return linear_scratch(N, C, OC, dtype, true);
 }
 
 void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const LinearWeights& weights, Tensor scratch,

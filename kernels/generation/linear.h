@@ -50,3 +50,5 @@ void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const
             bool batch_invariant, Stream stream);
 // packed: for weights in T and for packed ones.
 int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packed = false);
+// The same for NF4 weights.
+int64_t linear_nf4_scratch(int64_t N, int64_t C, int64_t OC, DType dtype);

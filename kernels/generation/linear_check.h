@@ -41,20 +41,23 @@ inline LinearSizes check_linear(const char* op, DType dtype, const LinearOutput&
     check_matrix(op, "residual", residual, z.N, z.columns, Given::Optional, dtype);
     check_tensor(op, "norm.weight", norm.weight, DType::F32, {z.C}, Given::Optional);
     check_tensor(op, "norm.bias", norm.bias, DType::F32, {z.C}, Given::Optional);
-    check_scratch(op, scratch, linear_scratch(z.N, z.C, z.OC, dtype, !in_dtype));
+    check_scratch(op, scratch,
+                  weights.nf4 ? linear_nf4_scratch(z.N, z.C, z.OC, dtype)
+                              : linear_scratch(z.N, z.C, z.OC, dtype, weights.packed));
     return z;
 }
 
-// scratch: the normalised input, then the layer's output before the activation, then weights that have been dequantised.
+// scratch: the normalised input, then the layer's output before the activation, then what packed or NF4 weights need.
 inline int64_t linear_normed_bytes(int64_t N, int64_t C, DType dtype) {
     return (N * C * dtype_size(dtype) + 255) / 256 * 256;
-}
-inline int64_t linear_pre_activation_bytes(int64_t N, int64_t OC, DType dtype) {
-    return (N * OC * dtype_size(dtype) + 255) / 256 * 256;
 }
 inline Tensor linear_pre_activation(const Tensor& scratch, const LinearSizes& z, const Tensor& like) {
     return make_tensor(static_cast<char*>(scratch.data) + linear_normed_bytes(z.N, z.C, like.dtype), like.dtype,
                        like.device, {z.N, z.OC});
+}
+
+inline Tensor linear_packed_scratch(const Tensor& scratch, const LinearSizes& z, DType dtype) {
+    return scratch.rows(linear_scratch(z.N, z.C, z.OC, dtype), scratch.shape[0]);
 }
 
 // Normalises inp to the scratch and returns the result.
