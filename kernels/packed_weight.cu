@@ -16,10 +16,12 @@ __global__ void __launch_bounds__(THREADS)
     const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x;
     if (i >= OC * (C / W)) return;
     const RowItem at = row_item(i, C / W);
+    // The other products are exact.
+    constexpr bool TO_ODD = P == Packing::Fp8 && sizeof(T) == 2;
     Floats<W> w;
 #pragma unroll
     for (int half = 0; half < W; half += 4) {
-        const Floats<4> four = dequantise_four<P>(rows + at.row * row_bytes, C, at.item * W + half);
+        const Floats<4> four = dequantise_four<P, TO_ODD>(rows + at.row * row_bytes, C, at.item * W + half);
 #pragma unroll
         for (int k = 0; k < 4; k++) w[half + k] = four[k];
     }

@@ -132,8 +132,15 @@ __device__ __forceinline__ void load_codes(uint32_t (&word)[LANE_WORDS], const c
     }
 }
 
-// Weights c … c + 3 of a row of C: 4 divides c.
-template <Packing P>
+// a·b rounded to odd: toward 0, with the last bit set if that is not exact. Rounded on to 16 bits, it has been rounded
+// once.
+__device__ __forceinline__ float product_to_odd(float a, float b) {
+    const float y = __fmul_rz(a, b);
+    return __uint_as_float(__float_as_uint(y) | (fmaf(a, b, -y) != 0));
+}
+
+// Weights c … c + 3 of a row of C: 4 divides c. In fp32, rounded to nearest or to odd.
+template <Packing P, bool TO_ODD = false>
 __device__ __forceinline__ Floats<4> dequantise_four(const uint8_t* row, int64_t C, int64_t c) {
     Floats<4> w;
     const uint8_t* const scales = row + packed_code_bytes(P, C);
@@ -152,7 +159,7 @@ __device__ __forceinline__ Floats<4> dequantise_four(const uint8_t* row, int64_t
             code = float(int8_t(byte));
         else
             code = float(int(in_group < PACKED_GROUP / 2 ? byte & 15 : byte >> 4) - 8);
-        w[i] = scale * code;
+        w[i] = TO_ODD ? product_to_odd(scale, code) : scale * code;
     }
     return w;
 }
