@@ -5,6 +5,8 @@
 #include "dev/oracle/reference.h"
 #include "dev/tests/packed_fixture.h"
 #include "dev/tests/test_util.h"
+#include "kernels/nf4.h"
+#include "kernels/nf4_values.h"
 #ifndef USE_CUDA
 #include "kernels/generation/packed_linear.h"
 #endif
@@ -234,6 +236,143 @@ TEST_P(Linear, BitsDoNotDependOnThreads) {
         a.run(c, out, activation());
         return out.fetch();
     });
+}
+
+// Weights of a Case that are not in T, with all that surrounds a layer, against the oracle on the dequantised weights.
+void check_converted(const Case& c, DType T, LinearWeights weights, const std::vector<double>& decoded) {
+    SCOPED_TRACE(str("N ", c.N, " C ", c.C, " OC ", c.OC, " norm ", int(c.norm), " f ", int(c.f), " gap ", c.gap));
+    const Arrays a(c, T);
+    const int64_t ld = a.columns + c.gap;
+    const TestArray out = TestArray::poisoned(T, {c.N, ld});
+    if (c.bias) weights.bias = a.bias;
+    const int64_t bytes =
+        weights.nf4 ? linear_nf4_scratch(c.N, c.C, c.OC, T) : linear_scratch(c.N, c.C, c.OC, T, true);
+    linear(
+        {out.tensor().columns(0, a.columns), c.f, c.residual ? a.residual.tensor().columns(0, a.columns) : Tensor{}},
+        a.inp.tensor().columns(0, c.C), a.norm(c), weights, TestArray::scratch(bytes), false, stream());
+    synchronize(stream());
+    const reference::Values ref = oracle(c, take_columns(a.inp.values(), c.C + c.gap, c.C), decoded, a.bias.values(),
+                                         take_columns(a.residual.values(), c.OC + c.gap, a.columns),
+                                         a.norm_weight.values(), a.norm_bias.values(), double(1e-5f));
+    expect_close("out", take_columns(out.fetch(), ld, a.columns), ref.value, ref.mag, c.C, a.columns, T, 3);
+    expect_gaps_untouched("out", out.fetch(), ld, a.columns);
+}
+
+// Every kernel of a GPU: GEMV, small batches with tiles of 32 and of 128 rows, and the library with several tiles of
+// dequantised weights.
+const std::vector<Case> CONVERTED = [] {
+    std::vector<Case> cases;
+    for (const int64_t N : {1, 3, 8, 9, 17, 40, 64, 66})
+        for (const int64_t C : {64, 448}) {
+            for (const NormKind norm : {NormKind::None, NormKind::LayerNorm, NormKind::RMSNorm})
+                for (const Activation f : {Activation::None, Activation::GELU, Activation::SwiGLU})
+                    cases.push_back({N, C, 70, norm, f, N % 2 == 0});
+            cases.push_back({N, C, 50, NormKind::None, Activation::None, true, true});
+            cases.push_back({N, C, 50, NormKind::RMSNorm, Activation::None, true, true, 3});
+        }
+    for (const int64_t N : {1, 12, 64, 65}) {
+        cases.push_back({N, 128, 13000, NormKind::RMSNorm, Activation::SwiGLU, true});
+        cases.push_back({N, 4096, 96, NormKind::None, Activation::None, true, true, 8});
+    }
+    return cases;
+}();
+
+TEST_P(Linear, PackedWeightsWithNormsActivationsResiduals) {
+    for (const Packing packing : ALL_PACKINGS) {
+        if (backend_device() == Device::CPU && packing != Packing::Fp8) continue;  // x is quantised: see below
+        for (const Case& c : CONVERTED) {
+            const HostPacked host(packing, TestArray::random({c.OC, c.C}, 7, 1 / std::sqrt(double(c.C))).values(), c.OC,
+                                  c.C);
+            const DevicePacked device(host);
+            LinearWeights weights;
+            weights.packed = &device;
+            check_converted(c, activation(), weights, host.decoded());
+        }
+    }
+}
+
+// A weight of NF4 matrices below each other, on the device, and dequantised in fp32.
+struct Nf4Arrays {
+    std::vector<std::unique_ptr<TestArray>> arrays;
+    Nf4Matrix matrix;
+    std::vector<double> decoded;
+
+    Nf4Arrays(const std::vector<int64_t>& rows, int64_t C) : matrix{0, C, {}} {
+        for (const int64_t part : rows) add(part, C);
+    }
+    void add(int64_t rows, int64_t C) {
+        const int64_t n = rows * C;
+        const std::vector<double> values =
+            TestArray::random({rows, C}, 11 + uint64_t(matrix.rows), 1 / std::sqrt(double(C))).values();
+        const std::vector<float> w(values.begin(), values.end());
+        std::vector<uint8_t> codes(size_t(n / 2)), absmax_codes(size_t(nf4_blocks(n)));
+        std::vector<float> group_absmax(size_t(nf4_groups(n))), mean(1);
+        nf4_quantise({host_tensor(codes.data(), {n / 2}), host_tensor(absmax_codes.data(), {nf4_blocks(n)}),
+                      host_tensor(group_absmax.data(), {nf4_groups(n)}), host_tensor(mean.data(), {1})},
+                     host_tensor(w.data(), {n}));
+        const auto keep = [&](TestArray array) {
+            arrays.push_back(std::make_unique<TestArray>(std::move(array)));
+            return arrays.back()->tensor();
+        };
+        const Nf4Weights device{keep(TestArray::bytes(codes.data(), n / 2)),
+                                keep(TestArray::bytes(absmax_codes.data(), nf4_blocks(n))),
+                                keep(TestArray::of({group_absmax.begin(), group_absmax.end()}, {nf4_groups(n)})),
+                                keep(TestArray::of({mean[0]}, {1}))};
+        matrix.parts.push_back({matrix.rows, rows, device});
+        matrix.rows += rows;
+        const std::array<float, 256> of_absmax = nf4_absmax_values();
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t block = i / NF4_BLOCK;
+            const double absmax = double(of_absmax[absmax_codes[size_t(block)]]) *
+                                      double(group_absmax[size_t(block / NF4_GROUP)]) +
+                                  double(mean[0]);
+            const uint8_t pair = codes[size_t(i / 2)];
+            decoded.push_back(double(NF4_VALUES[i % 2 ? pair & 15 : pair >> 4]) * absmax);
+        }
+    }
+};
+
+TEST_P(Linear, Nf4Weights) {
+    for (const Case& c : CONVERTED) {
+        const int64_t half = c.OC / 2;
+        for (const std::vector<int64_t>& parts :
+             {std::vector<int64_t>{c.OC}, std::vector<int64_t>{half, half - 9, c.OC - 2 * half + 9}}) {
+            if (c.OC > 100 && (parts.size() > 1 || c.N > 12)) continue;
+            const Nf4Arrays a(parts, c.C);
+            LinearWeights weights;
+            weights.nf4 = &a.matrix;
+            check_converted(c, activation(), weights, a.decoded);
+        }
+    }
+}
+
+// More rows than are dequantised at a time.
+TEST_P(Linear, WeightsOfSeveralTiles) {
+    if (backend_device() == Device::CPU) GTEST_SKIP() << "a tile is what a GPU dequantises at a time";
+    if (activation() != DType::BF16) GTEST_SKIP() << "36 million weights take a while, and one dtype is enough";
+    const Case c{70, 8192, 4400};
+    const TestArray inp = TestArray::random(activation(), {c.N, c.C}, 1);
+    const HostPacked host(Packing::Int8, TestArray::random({c.OC, c.C}, 7, 0.01).values(), c.OC, c.C);
+    const DevicePacked device(host);
+    const Nf4Arrays nf4({c.OC}, c.C);
+    for (const bool packed : {false, true}) {
+        LinearWeights weights, in_dtype;
+        const TestArray dense = TestArray::of(activation(), packed ? host.decoded() : nf4.decoded, {c.OC, c.C}),
+                        out = TestArray::poisoned(activation(), {c.N, c.OC}),
+                        expected = TestArray::poisoned(activation(), {c.N, c.OC}),
+                        scratch = TestArray::scratch(linear_nf4_scratch(c.N, c.C, c.OC, activation()));
+        if (packed)
+            weights.packed = &device;
+        else
+            weights.nf4 = &nf4.matrix;
+        in_dtype.weight = dense;
+        linear({out}, inp, {}, weights, scratch, false, stream());
+        linear({expected}, inp, {}, in_dtype, scratch, false, stream());
+        synchronize(stream());
+        const std::vector<double> ref = expected.fetch();
+        const std::vector<double> mag(ref.size(), double(c.C) * 0.8 * 0.008);  // E|x|·E|w|
+        expect_close("out", out.fetch(), ref, mag, c.C, c.OC, activation(), 2);
+    }
 }
 
 // Packed weights against float64 on the dequantised ones.
