@@ -22,11 +22,13 @@
 // decode_step_max_batch() is 0 on other GPUs and on the CPU.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "kernels/generation/decode_batch.h"
 #include "kernels/generation/linear.h"
 #include "runtime/model/linear_weight.h"
+#include "runtime/model/packed_weight.h"
 
 // Views of a model's weights.
 struct InferenceWeights {
@@ -60,6 +62,7 @@ struct DecodeModel {
     float eps = 1e-5f, scale = 1;
     bool centred = true;  // LayerNorm, else RMSNorm
     bool qk_norm = false, embedding_norm = false, head_bias = false;
+    std::optional<Packing> packing = {};  // of wte, the head and all matrices; none: they are in T
     std::vector<DecodeLayer> layer_options;  // by layer; empty: the defaults in all of them
 };
 

@@ -182,11 +182,13 @@ void gemm(const Tensor& out, const Tensor& inp, const W* weight, int64_t ldw, co
 }  // namespace
 
 int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packed) {
-    return linear_normed_bytes(N, C, dtype) + N * OC * dtype_size(dtype) + (packed ? packed_linear_scratch(N, C) : 0);
+    return linear_normed_bytes(N, C, dtype) + linear_pre_activation_bytes(N, OC, dtype) +
+           (packed ? packed_linear_scratch(N, C) : 0);
 }
 
 void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const LinearWeights& weights, Tensor scratch,
             bool, Stream stream) {
+    require(!weights.nf4, "linear: weights in NF4; the CPU dequantises them before");
     const LinearSizes z = check_linear("linear", DType::F32, output, inp, norm, weights, scratch);
     const auto& [out, activation, residual] = output;
     const Tensor x = norm.weight ? linear_normed(scratch, z, inp, norm, stream) : inp;
@@ -198,6 +200,7 @@ void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const
         gemm(y, x, static_cast<const E4M3*>(weights.packed->rows.data), packed_row_bytes(Packing::Fp8, z.C),
              weights.bias, residual);
     else
-        packed_linear(y, x, *weights.packed, weights.bias, residual, linear_packed_scratch(scratch, z));
+        packed_linear(y, x, *weights.packed, weights.bias, residual,
+                      scratch.rows(linear_scratch(z.N, z.C, z.OC, DType::F32), scratch.shape[0]));
     if (activation != Activation::None) activation_forward(activation, out, y, stream);
 }
