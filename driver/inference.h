@@ -1,6 +1,7 @@
 // A model with its weights for the commands that don't train: its forward pass, or the engine that generates with it.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,12 @@ struct LoadedEngine {
 
     LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options, bool random_weights);
 };
+
+// What --weights means for a model: how its matrices are packed, or nothing: they stay in the model's dtype. "model":
+// as its directory holds them. Throws Error where the directory's weights are packed in another way.
+std::optional<Packing> packing_of(const ModelSource& source, const std::string& weights);
+
+Precision inference_precision(DType dtype, std::optional<Packing> packing);
 
 // The weights as infer/ takes them.
 InferenceWeights inference_weights(const Model& model);

@@ -182,7 +182,8 @@ void gemm(const Tensor& out, const Tensor& inp, const W* weight, int64_t ldw, co
 }  // namespace
 
 int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packed) {
-    return linear_normed_bytes(N, C, dtype) + N * OC * dtype_size(dtype) + (packed ? packed_linear_scratch(N, C) : 0);
+    return linear_normed_bytes(N, C, dtype) + linear_pre_activation_bytes(N, OC, dtype) +
+           (packed ? packed_linear_scratch(N, C) : 0);
 }
 
 int64_t linear_nf4_scratch(int64_t N, int64_t C, int64_t OC, DType dtype) {

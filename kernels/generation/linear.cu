@@ -167,9 +167,8 @@ void linear_packed(const LinearSizes& z, const LinearOutput& output, const Tenso
 }  // namespace
 
 int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packed) {
-    const int64_t pre_activation = (N * OC * dtype_size(dtype) + 255) / 256 * 256;
     const int64_t tile = packed ? tile_rows(C, OC) * C * dtype_size(dtype) : 0;
-    return linear_normed_bytes(N, C, dtype) + pre_activation + tile;
+    return linear_normed_bytes(N, C, dtype) + linear_pre_activation_bytes(N, OC, dtype) + tile;
 }
 
 int64_t linear_nf4_scratch(int64_t N, int64_t C, int64_t OC, DType dtype) {

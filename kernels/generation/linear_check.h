@@ -47,9 +47,13 @@ inline LinearSizes check_linear(const char* op, DType dtype, const LinearOutput&
     return z;
 }
 
-// scratch: the normalised input, then the layer's output before the activation, then what packed or NF4 weights need.
+// scratch: the normalised input, then the layer's output before the activation, then what packed or NF4 weights need: on
+// the CPU the quantised input or the dequantised weights, on a GPU a tile of dequantised weights.
 inline int64_t linear_normed_bytes(int64_t N, int64_t C, DType dtype) {
     return (N * C * dtype_size(dtype) + 255) / 256 * 256;
+}
+inline int64_t linear_pre_activation_bytes(int64_t N, int64_t OC, DType dtype) {
+    return (N * OC * dtype_size(dtype) + 255) / 256 * 256;
 }
 inline Tensor linear_pre_activation(const Tensor& scratch, const LinearSizes& z, const Tensor& like) {
     return make_tensor(static_cast<char*>(scratch.data) + linear_normed_bytes(z.N, z.C, like.dtype), like.dtype,
