@@ -37,25 +37,14 @@ ALWAYS_INLINE V load_weights(const float* w) {
     return load<V>(w);
 }
 
-// Vectors of as many elements as V.
-template <typename V>
-struct VectorsOf;
-template <>
-struct VectorsOf<vec16> {
-    typedef int8_t bytes __attribute__((vector_size(16)));
-    typedef ivec16 words;
-};
-template <>
-struct VectorsOf<vec8> {
-    typedef int8_t bytes __attribute__((vector_size(8)));
-    typedef int32_t words __attribute__((vector_size(32)));
-};
+// A loop over the lanes, which becomes one instruction; __builtin_convertvector becomes 16 with GCC 12.
 template <typename V>
 ALWAYS_INLINE V load_weights(const E4M3* w) {
-    typename VectorsOf<V>::bytes codes;
-    std::memcpy(&codes, w, sizeof codes);
-    const auto bits = __builtin_convertvector(codes, typename VectorsOf<V>::words) << 20 & int32_t(0x87f00000);
-    return reinterpret_cast<V>(bits) * 0x1p120f;
+    int32_t bits[WIDTH<V>];
+    for (int64_t i = 0; i < WIDTH<V>; i++) bits[i] = int32_t(w[i].code) << 20 & int32_t(0x87f00000);
+    V scaled;
+    std::memcpy(&scaled, bits, sizeof scaled);
+    return scaled * 0x1p120f;
 }
 
 // The 16 partial sums are one vec16 with AVX-512, two vec8 with AVX2 (kernels/cpu/cpu_tile.h). ldw: bytes.

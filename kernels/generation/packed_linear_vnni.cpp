@@ -42,16 +42,16 @@ VNNI_INLINE __m512i add_words(__m512i a, __m512i b, __m512i c, __m512i d) {
     return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
-// The integer sums of 16 groups, in their order. WHOLE: all of them are there, else the first n.
-template <Packing P, bool WHOLE>
+// The integer sums of 16 groups, in their order: of all, or of the first n ≤ GROUPS.
+template <Packing P, int GROUPS>
 VNNI_INLINE __m512i dot_groups(const uint8_t* w, const __m512i (&x)[8], int64_t n) {
-    constexpr int LOADS = Block<P>::LOADS;
-    __m512i sum[LOADS];
+    constexpr int LOADS = (Block<P>::LOADS * GROUPS + PARTIALS - 1) / PARTIALS;
     const __m512i zero = _mm512_setzero_si512(), low = _mm512_set1_epi8(15), flip = _mm512_set1_epi8(-128);
+    __m512i sum[8] = {zero, zero, zero, zero, zero, zero, zero, zero};
 #pragma GCC unroll 8
     for (int i = 0; i < LOADS; i++) {
         const int64_t words = std::clamp<int64_t>(n * Block<P>::WORDS - 16 * i, 0, 16);
-        const __m512i codes = WHOLE ? _mm512_loadu_si512(w + 64 * i)
+        const __m512i codes = GROUPS == PARTIALS ? _mm512_loadu_si512(w + 64 * i)
                                     : _mm512_maskz_loadu_epi32(__mmask16((1u << words) - 1), w + 64 * i);
         if constexpr (P == Packing::Int8) {
             sum[i] = _mm512_dpbusd_epi32(zero, _mm512_xor_si512(codes, flip), x[i]);
@@ -63,7 +63,7 @@ VNNI_INLINE __m512i dot_groups(const uint8_t* w, const __m512i (&x)[8], int64_t 
     }
     const __m512i first = add_words(sum[0], sum[1], sum[2], sum[3]);
     if constexpr (P == Packing::Int8) {  // a group is half of a vector: two quarters
-        const __m512i second = add_words(sum[4], sum[5], sum[6], sum[7]);
+        const __m512i second = LOADS > 4 ? add_words(sum[4], sum[5], sum[6], sum[7]) : zero;
         const __m512i both =
             _mm512_add_epi32(_mm512_shuffle_i32x4(first, second, 0x88), _mm512_shuffle_i32x4(first, second, 0xdd));
         return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), both);
@@ -72,8 +72,8 @@ VNNI_INLINE __m512i dot_groups(const uint8_t* w, const __m512i (&x)[8], int64_t 
     }
 }
 
-// Adds 16 groups from g on of OB rows of weight to their partial sums.
-template <Packing P, bool WHOLE, int OB>
+// Adds up to GROUPS groups from g on of OB rows of weight to their partial sums.
+template <Packing P, int GROUPS, int OB>
 VNNI_INLINE void add_block(__m512 (&partial)[OB], const PackedLinear& p, const uint8_t* row, int64_t g) {
     const int64_t n = std::min(PARTIALS, p.groups() - g);
     __m512i x[8];
@@ -83,8 +83,8 @@ VNNI_INLINE void add_block(__m512 (&partial)[OB], const PackedLinear& p, const u
 #pragma GCC unroll 4
     for (int o = 0; o < OB; o++) {
         const uint8_t *const w = row + o * p.row_bytes, *const scales = w + packed_code_bytes(P, p.C) + 2 * g;
-        const __m512i sums = dot_groups<P, WHOLE>(w + packed_code_bytes(P, g * G), x, n);
-        const __m256i halves = WHOLE ? load_half(scales) : _mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), scales);
+        const __m512i sums = dot_groups<P, GROUPS>(w + packed_code_bytes(P, g * G), x, n);
+        const __m256i halves = GROUPS == PARTIALS ? load_half(scales) : _mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), scales);
         partial[o] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(sums, offsets)),
                                      _mm512_mul_ps(_mm512_cvtph_ps(halves), dx), partial[o]);
     }
@@ -100,9 +100,12 @@ VNNI_INLINE void dot_rows(const PackedLinear& p, int64_t o) {
     for (; g + PARTIALS <= p.groups(); g += PARTIALS) {
         const uint8_t* const ahead = row + OB * packed_code_bytes(P, g * G) + AHEAD;
         for (int64_t i = 0; i < OB * Block<P>::BYTES; i += 64) __builtin_prefetch(ahead + i);
-        add_block<P, true>(partial, p, row, g);
+        add_block<P, PARTIALS>(partial, p, row, g);
     }
-    if (g < p.groups()) add_block<P, false>(partial, p, row, g);
+    if (g + 8 < p.groups())
+        add_block<P, 15>(partial, p, row, g);
+    else if (g < p.groups())
+        add_block<P, 8>(partial, p, row, g);
     for (int i = 0; i < OB; i++) {
         vec16 all;
         std::memcpy(&all, &partial[i], sizeof all);
