@@ -43,8 +43,8 @@ void packed_dequantise(Tensor out, const PackedWeight& weight, Stream stream) {
         dispatch_packing(weight.packing, [&](auto packing) {
             dequantise_kernel<decltype(packing)::value>
                 <<<grid_of(ceil_div(OC * (C / W), THREADS)), THREADS, 0, cuda_stream(stream)>>>(
-                    out.as<T>(), row_stride(out), weight.rows.as<const uint8_t>(),
-                    packed_row_bytes(weight.packing, C), OC, C);
+                    out.as<T>(), row_stride(out), weight.rows.as<const uint8_t>(), packed_row_bytes(weight.packing, C),
+                    OC, C);
         });
     });
     check_launch(op, stream);

@@ -1,7 +1,7 @@
 // The fused decode step, from tokens to logits: time of a step, tokens/s, and the bytes of weights and KV cache that it
 // reads against the machine's copy bandwidth. GPT-2 124M and the shapes of LLaMA 3.2 1B and Qwen2.5 1.5B, 1 sequence
-// and larger batches, contexts of 128 and 1,024 tokens; with packed weights also LLaMA 3.1 8B. Runs whose batch size the
-// fused step does not support say so.
+// and larger batches, contexts of 128 and 1,024 tokens; with packed weights also LLaMA 3.1 8B. Runs whose batch size
+// the fused step does not support say so.
 #include "kernels/generation/decode_step.h"
 
 #include <cmath>

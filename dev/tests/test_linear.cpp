@@ -245,11 +245,9 @@ void check_converted(const Case& c, DType T, LinearWeights weights, const std::v
     const int64_t ld = a.columns + c.gap;
     const TestArray out = TestArray::poisoned(T, {c.N, ld});
     if (c.bias) weights.bias = a.bias;
-    const int64_t bytes =
-        weights.nf4 ? linear_nf4_scratch(c.N, c.C, c.OC, T) : linear_scratch(c.N, c.C, c.OC, T, true);
-    linear(
-        {out.tensor().columns(0, a.columns), c.f, c.residual ? a.residual.tensor().columns(0, a.columns) : Tensor{}},
-        a.inp.tensor().columns(0, c.C), a.norm(c), weights, TestArray::scratch(bytes), false, stream());
+    const int64_t bytes = weights.nf4 ? linear_nf4_scratch(c.N, c.C, c.OC, T) : linear_scratch(c.N, c.C, c.OC, T, true);
+    linear({out.tensor().columns(0, a.columns), c.f, c.residual ? a.residual.tensor().columns(0, a.columns) : Tensor{}},
+           a.inp.tensor().columns(0, c.C), a.norm(c), weights, TestArray::scratch(bytes), false, stream());
     synchronize(stream());
     const reference::Values ref = oracle(c, take_columns(a.inp.values(), c.C + c.gap, c.C), decoded, a.bias.values(),
                                          take_columns(a.residual.values(), c.OC + c.gap, a.columns),
@@ -323,9 +321,9 @@ struct Nf4Arrays {
         const std::array<float, 256> of_absmax = nf4_absmax_values();
         for (int64_t i = 0; i < n; i++) {
             const int64_t block = i / NF4_BLOCK;
-            const double absmax = double(of_absmax[absmax_codes[size_t(block)]]) *
-                                      double(group_absmax[size_t(block / NF4_GROUP)]) +
-                                  double(mean[0]);
+            const double absmax =
+                double(of_absmax[absmax_codes[size_t(block)]]) * double(group_absmax[size_t(block / NF4_GROUP)]) +
+                double(mean[0]);
             const uint8_t pair = codes[size_t(i / 2)];
             decoded.push_back(double(NF4_VALUES[i % 2 ? pair & 15 : pair >> 4]) * absmax);
         }

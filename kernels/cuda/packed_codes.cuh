@@ -1,5 +1,5 @@
-// Packed weights (runtime/model/packed_weight.h) on their way to arithmetic: four neighbours as floats, or a group of 32
-// as operands of two mma.sync.m16n8k16 (mma.cuh).
+// Packed weights (runtime/model/packed_weight.h) on their way to arithmetic: four neighbours as floats, or a group of
+// 32 as operands of two mma.sync.m16n8k16 (mma.cuh).
 //
 // In an mma a row of the weights belongs to four neighbouring lanes. Lane t of them loads a quarter of the bytes of a
 // group, eight weights, and makes four pairs of T of their codes: pairs 0 and 1 for the first mma, 2 and 3 for the

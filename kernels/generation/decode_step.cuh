@@ -59,10 +59,10 @@ __device__ __forceinline__ Slice slice_of(int K, int warp) {
 // How a matrix [2·pairs, K] (FC with SwiGLU: [4·pairs, K]) is divided. Output pair i needs the rows 2i and 2i + 1 of
 // the weight; with SwiGLU these rows of gate and of up.
 struct MatrixPlan {
-    int K, pairs;       // columns of the weight; output pairs
-    int log_per_stage;  // log2 of the pairs of a full stage
-    int stage_rows;     // a power of two up to MAX_STAGE_ROWS
-    int chunk;          // stages between two barriers
+    int K, pairs;          // columns of the weight; output pairs
+    int log_per_stage;     // log2 of the pairs of a full stage
+    int stage_rows;        // a power of two up to MAX_STAGE_ROWS
+    int chunk;             // stages between two barriers
     int row_bytes, pitch;  // of a row of the weight; from one row in a stage to the next
     Packing packing;       // of packed weights
     int log_parts;         // log2 of the parts of a row (decode_step_packed_matmul.cuh)

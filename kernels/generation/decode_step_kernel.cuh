@@ -30,11 +30,18 @@
 //   fp32: registers          141    152    149    160    161    168    168    168   (nothing spilled)
 //   extended bf16: registers 154    168    163    168    168    168    168    168
 //         bytes of stack       0      0      0     16      8     72      8     80
+//   packed bf16:   registers 145    168    150    168    168    168    168    168
+//         bytes of stack       0      0      0      0      0      8      0      8
+//   both:          registers 153    168    164    168    168    168    168    168
+//         bytes of stack       0      8      0     32     24     88     16     96
 //
 // The extended kernel (is_extended in decode_step_plan.cuh) serves the options that GPT-2 and LLaMA lack. It is an
 // instance of its own, so that theirs keep their registers: QK-norm where a warp receives a head, before RoPE; the norm
 // after the embedding in every block; a bias of the head where logits are finished; and attention tasks that differ
 // from layer to layer, which thread 0 finds one layer ahead.
+//
+// Packed weights have instances, too (decode_step_packed.cu): one for all three packings, whose conversions are parts
+// of the same kernel of which one is run (decode_step_packed_matmul.cuh).
 //
 // Dynamic shared memory takes the rest of the SM's 227 KiB: GPT-2 124M 216 KiB with 17 stages of 12 KiB, a LLaMA of 1B
 // 187 KiB with 5 stages of 32 KiB (one sequence, bf16).
@@ -289,7 +296,8 @@ struct ComputingWarps {
         }
         row_mean /= float(a.C);
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) row_m2 += m2_around(row_mean, part[w], float(slice_of<T, PACKED>(a.C, w).count * W));
+        for (int w = 0; w < WARPS; w++)
+            row_m2 += m2_around(row_mean, part[w], float(slice_of<T, PACKED>(a.C, w).count * W));
         const float rstd = rsqrtf(row_m2 / float(a.C) + a.eps);
         float means[NB], rstds[NB];
 #pragma unroll

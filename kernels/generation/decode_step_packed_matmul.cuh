@@ -1,11 +1,11 @@
-// The matmuls of the fused decode step with packed weights, by mma.sync [m16n8k16]. Decoding one sequence, an mma wastes
-// seven of its eight columns, but it takes the multiplications, the sums over lanes and the cost of more sequences off
-// the warps. Left to them is the conversion of codes to T, 1.2 to 2.3 instructions a weight (packed_codes.cuh), about
-// half of all.
+// The matmuls of the fused decode step with packed weights, by mma.sync [m16n8k16]. Decoding one sequence, an mma
+// wastes seven of its eight columns, but it takes the multiplications, the sums over lanes and the cost of more
+// sequences off the warps. Left to them is the conversion of codes to T, 1.2 to 2.3 instructions a weight
+// (packed_codes.cuh), about half of all.
 //
 // The weights of two stages are the 16 rows of an mma, up to 8 of each. Where a stage has fewer, each row is divided
-// into parts, so that rows times parts are 8: group j of the warp's columns belongs to part j % parts. Parts are columns
-// of the product too, and only the sums whose row and column are of the same part are kept:
+// into parts, so that rows times parts are 8: group j of the warp's columns belongs to part j % parts. Parts are
+// columns of the product too, and only the sums whose row and column are of the same part are kept:
 //
 //   stage_rows   parts   row of lane g, its part   sequences of the 8 columns
 //   8            1       g, 0                      8
@@ -54,7 +54,9 @@ struct PackedWarpMatmul {
     }
 
     // The lane's group in a step. Past the last one it takes another one's place; its weights then count as zeros.
-    __device__ __forceinline__ int group_of(int step) const { return min((step << log_parts) + part, max(groups - 1, 0)); }
+    __device__ __forceinline__ int group_of(int step) const {
+        return min((step << log_parts) + part, max(groups - 1, 0));
+    }
     __device__ __forceinline__ bool has_group(int step) const { return (step << log_parts) + part < groups; }
 
     template <Packing P, int STAGES>
@@ -88,8 +90,7 @@ struct PackedWarpMatmul {
     __device__ __forceinline__ void accumulate(float (&sum)[PASSES][EVEN][2], const T* x, int N) {
         const T* in[PASSES];
 #pragma unroll
-        for (int i = 0; i < PASSES; i++)
-            in[i] = x + min(i * stage_rows + row, N - 1) * K;
+        for (int i = 0; i < PASSES; i++) in[i] = x + min(i * stage_rows + row, N - 1) * K;
 #pragma unroll 1
         for (int step = 0; (step << log_parts) < groups; step++) {
             const int group = group_of(step);

@@ -9,6 +9,14 @@
 //   activations, attention     11.6 KiB of shared memory                     26.9 KiB
 //   ring                       17 stages, 204 KiB                            5 stages, 160 KiB
 //   attention, 1,024 keys      12 KV heads · 8 splits = 96 tasks             8 KV heads · 2 tiles · 8 splits = 128
+//
+// Packed, one sequence: a stage has up to 8 rows, and the columns of LLaMA's FFN fit in two.
+//
+//                              LLaMA 1B, int4                                LLaMA 1B, fp8
+//   bytes of a row, C and FFN  1,152 and 4,608                               2,064 and 8,208
+//   from row to row in a stage 1,168 and 4,672                               2,080 and 8,320
+//   output pairs of a stage    4, 4, 2, 1, 4                                 4, 4, 2, 1, 4
+//   ring                       21 stages of 9.1 KiB                          11 stages of 16.3 KiB
 #pragma once
 
 #include "kernels/generation/decode_step.cuh"
@@ -71,8 +79,8 @@ inline Plan plan_of(const DecodeModel& m, int64_t N) {
     };
     const Size sizes[MATRICES] = {{qkv, m.C}, {m.C, Q}, {m.FFN, m.C}, {m.C, m.FFN}, {m.Vp, m.C}};
     const auto rows_of_pair = [&](int which) { return which == FC && gated ? 4 : 2; };
-    // Of a row in a stage of `rows` rows. Packed: such that the lanes of a warp, which read 8 or 4 bytes each of a group of
-    // different rows or parts, read different banks.
+    // Of a row in a stage of `rows` rows. Packed: such that the lanes of a warp, which read 8 or 4 bytes each of a
+    // group of different rows or parts, read different banks.
     const auto pitch_of = [&](int64_t K, int64_t rows) {
         if (!m.packing) return K * item;
         const int64_t bytes = packed_row_bytes(*m.packing, K), offset = 8 / rows * group_bytes(*m.packing);

@@ -47,8 +47,8 @@ inline LinearSizes check_linear(const char* op, DType dtype, const LinearOutput&
     return z;
 }
 
-// scratch: the normalised input, then the layer's output before the activation, then what packed or NF4 weights need: on
-// the CPU the quantised input or the dequantised weights, on a GPU a tile of dequantised weights.
+// scratch: the normalised input, then the layer's output before the activation, then what packed or NF4 weights need:
+// on the CPU the quantised input or the dequantised weights, on a GPU a tile of dequantised weights.
 inline int64_t linear_normed_bytes(int64_t N, int64_t C, DType dtype) {
     return (N * C * dtype_size(dtype) + 255) / 256 * 256;
 }

@@ -7,15 +7,16 @@
 // weights before it waits for the previous kernel, and every sum has one order, which follows from C and OC alone:
 // groups of 32 in order, the splits in order.
 //
-//   weights      registers (1 row, 8 rows)   in flight a lane
-//   fp8, int8    REGS8                       64 B of codes, 16 B of scales
-//   int4         REGS4                       64 B of codes, 32 B of scales
-//   NF4          REGSN                       32 B of codes, 20 B of scales
+//   bf16 by      registers: 1 row   2 to 8 rows   in flight a lane                shared memory (8 rows)
+//   fp8          119                86            64 B of codes                   4.5 KiB + 16·C B
+//   int8         115                116           64 B of codes, 16 B of scales   4.5 KiB + 16·C B
+//   int4         110                117           64 B of codes, 32 B of scales   4.5 KiB + 16·C B
+//   NF4          128                111           32 B of codes, 20 B of scales   6.5 KiB + 16·C B
 //
 // (sm_90a, CUDA 13.0; 256 threads, two blocks an SM.)
 //
-// LLaMA 1B, gate and up at N = 1: OC = 16384 are 1024 tiles of 16, a warp each: 128 blocks of eight, which is fewer than
-// two for each of an H100's 132 SMs, so two warps share a tile.
+// LLaMA 1B, gate and up at N = 1: OC = 16384 are 1024 tiles of 16, a warp each: 128 blocks of eight, which is fewer
+// than two for each of an H100's 132 SMs, so two warps share a tile.
 #include <array>
 
 #include "kernels/cuda/mlp_activation.cuh"
@@ -38,7 +39,8 @@ struct TileParams : LinearParams<T> {
     int splits;  // of C
 };
 
-// The codes of a lane's two rows of weight: rows g and g + 8 of a tile. A chunk is the columns that are loaded together.
+// The codes of a lane's two rows of weight: rows g and g + 8 of a tile. A chunk is the columns that are loaded
+// together.
 template <Packing P, typename T>
 struct PackedRows {
     static constexpr int GROUPS = 128 / group_bytes(P);  // of a chunk
@@ -146,8 +148,8 @@ struct Nf4Rows {
 #pragma unroll
             for (int g = 0; g < GROUPS; g++)
                 if (chunk * GROUPS + g < groups)
-                    word[g][r] =
-                        *reinterpret_cast<const uint32_t*>(codes[r] + (chunk * GROUPS + g) * (PACKED_GROUP / 2) + 4 * t);
+                    word[g][r] = *reinterpret_cast<const uint32_t*>(codes[r] +
+                                                                    (chunk * GROUPS + g) * (PACKED_GROUP / 2) + 4 * t);
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++) {
                 if ((chunk * BLOCKS + b) * 2 >= groups) continue;
@@ -164,7 +166,9 @@ struct Nf4Rows {
     __device__ __forceinline__ float scale(int g, int r, const Tables& tables) const {
         return fmaf(tables.absmax[code_of_absmax[r][g / 2]], factor[r][g / 2], mean[r]);
     }
-    __device__ __forceinline__ float row_scale(int) const { return 1; }
+    __device__ __forceinline__ float row_scale(int) const {
+        return 1;
+    }
     __device__ __forceinline__ static void activations(uint32_t (&pair)[4], const T* x, int t) {
         activation_pairs<Packing::Int8>(pair, x, t);  // eight columns, too
     }
@@ -252,7 +256,8 @@ __global__ void __launch_bounds__(THREADS, 2)
             const int n = i / outputs, r = i % outputs;
             const int64_t o = first + r;
             if (o >= p.columns) continue;
-            float y = p.bias ? as_float(p.bias[o]) : 0.0f, up = gated && p.bias ? as_float(p.bias[p.columns + o]) : 0.0f;
+            float y = p.bias ? as_float(p.bias[o]) : 0.0f,
+                  up = gated && p.bias ? as_float(p.bias[p.columns + o]) : 0.0f;
             for (int s = 0; s < p.splits; s++) {
                 y += partial[warp + s][n][r];
                 if (gated) up += partial[warp + s][n][r + TILE / 2];

@@ -4,8 +4,8 @@
 // A block multiplies all rows of inp by 16·WM rows of weight (with SwiGLU half of them gate, half up). Its eight warps
 // are WM along the rows of weight times WK along the groups of 32 columns. Both operands come through shared memory
 // [cp.async], because inp is used by all warps: a ring of STAGES stages of 32·GROUPS columns each. The warps convert
-// codes in registers (packed_codes.cuh). In the end the sums of the WK warps are added in order. As elsewhere, the first
-// weights are loaded before the previous kernel has ended.
+// codes in registers (packed_codes.cuh). In the end the sums of the WK warps are added in order. As elsewhere, the
+// first weights are loaded before the previous kernel has ended.
 //
 // A row's sums have one order, which follows from C and OC alone.
 //
@@ -13,7 +13,7 @@
 //   8    1    4        20,480 B, 10,240 B;              20,480 B;      1 KiB     164 KiB, 124 KiB
 //   2    4    8         9,216 B,  4,608 B;              36,864 B;    512 B      182 KiB, 164 KiB
 //
-// (256 threads, one block an SM; registers: REGS.)
+// (256 threads, one block an SM; sm_90a, CUDA 13.0, 64 rows: 116 registers with fp8, up to 197 with int8 and int4.)
 //
 // LLaMA 1B, 64 sequences, gate and up: OC = 16384 are 128 blocks of 128 rows for the 132 SMs of an H100; each reads all
 // of inp, 256 KiB, and as much of fp8 weights. QKV: OC = 3072 are 24 blocks of 128 rows, so WM = 2: 96 of 32.
@@ -47,7 +47,7 @@ struct Tile {
     static constexpr int SCALE_WORDS = P == Packing::Fp8 ? 0 : GROUPS / 2;  // of a row
     static constexpr int STAGE_BYTES = SCALES + ROWS * SCALE_WORDS * 4;
     static constexpr int SUM_PITCH = ROWS + 1;  // floats
-    static constexpr int BYTES = std::max(STAGES * STAGE_BYTES, WK * BATCH * SUM_PITCH * 4);
+    static constexpr int BYTES = std::max(STAGES * STAGE_BYTES, WK* BATCH* SUM_PITCH * 4);
 };
 
 // The row of weight of row r of a block's tile: 16 for each warp along the rows, with SwiGLU eight of gate and the same
@@ -89,8 +89,8 @@ __device__ __forceinline__ void load_inp(char* stage, const PackedParams<T>& p, 
         const int n = i / PIECES, piece = i % PIECES;
         const int64_t c = column + piece * 8;
         const bool inside = n < p.N && c < p.C;
-        cp_async_16(stage + Tile::INP + n * Tile::INP_PITCH + piece * 16,
-                    p.inp + (inside ? n * p.inp_stride + c : 0), inside);
+        cp_async_16(stage + Tile::INP + n * Tile::INP_PITCH + piece * 16, p.inp + (inside ? n * p.inp_stride + c : 0),
+                    inside);
     }
 }
 
