@@ -385,6 +385,7 @@ int32_t token_of(const Fixture& f, int64_t sequence, int64_t step) {
 void expect_oracle(const std::vector<ModelOptions>& models, DType T) {
     for (size_t model = 0; model < models.size(); model++) {
         const Fixture f(models[model], T, 8);
+        std::map<std::vector<int32_t>, std::vector<double>> known;  // by sequence, which batches share
         for (const int64_t N : {1, 2, 3, 8}) {
             for (const bool fused : DecodeStep::ways(f, N)) {
                 std::vector<int32_t> slots;
@@ -404,8 +405,10 @@ void expect_oracle(const std::vector<ModelOptions>& models, DType T) {
                     const std::vector<std::vector<double>> logits = runner.step(step);
                     for (int64_t n = 0; n < N; n++) {
                         if (step[size_t(n)] < 0 || (s + 1 < steps && s % 4 != 0)) continue;
+                        const std::vector<int32_t>& sequence = sequences[size_t(n)];
+                        if (!known.count(sequence)) known[sequence] = formula(f, sequence);
                         expect_logits(
-                            logits[size_t(n)], formula(f, sequences[size_t(n)]), T,
+                            logits[size_t(n)], known[sequence], T,
                             str("model ", model, " N ", N, " sequence ", n, " step ", s, fused ? " fused" : ""));
                     }
                 }
@@ -416,10 +419,11 @@ void expect_oracle(const std::vector<ModelOptions>& models, DType T) {
 
 // Those that the fused step supports with packed weights, in each packing. Parts of rows, warps without a group, and
 // rows of as many groups as there are in a model of 1B parameters.
-std::vector<ModelOptions> packed_models() {
+std::vector<ModelOptions> packed_models(DType T) {
     std::vector<ModelOptions> models;
     for (const Packing packing : ALL_PACKINGS) {
         if (backend_device() == Device::CPU && packing != Packing::Fp8) continue;  // x is quantised: test_linear.cpp
+        if (backend_device() == Device::CUDA && T == DType::F32) continue;         // the fused step needs 16 bits
         std::vector<ModelOptions> those = {GPT2, LLAMA, WIDE, EXTENDED[3], EXTENDED.back(), LLAMA};
         those[5].layers = 1;
         those[5].FFN = 8192;
@@ -439,7 +443,7 @@ TEST_P(DecodeStep, MatchesOracle) {
 }
 
 TEST_P(DecodeStep, PackedWeightsMatchOracle) {
-    expect_oracle(packed_models(), activation());
+    expect_oracle(packed_models(activation()), activation());
 }
 
 // Contexts of several KV splits, and of more splits than are combined at a time; several query tiles. The fused step is
@@ -475,7 +479,7 @@ TEST_P(DecodeStep, LongContextsMatchOracle) {
 TEST_P(DecodeStep, BitsDoNotDependOnTheBatch) {
     std::vector<ModelOptions> models = EXTENDED;
     models.insert(models.end(), {GPT2, LLAMA});
-    for (const ModelOptions& packed : packed_models()) models.push_back(packed);
+    for (const ModelOptions& packed : packed_models(activation())) models.push_back(packed);
     for (const ModelOptions& options : models) {
         const Fixture f(options, activation(), 8);
         for (const bool fused : ways(f, 8)) {

@@ -443,10 +443,14 @@ void check_packed(const PackedCase& c, DType T) {
             const double off = got[size_t(n * c.OC + o)] - sum.value;
             error += off * off;
             expected += variance;
-            if (quantised) EXPECT_LE(std::fabs(off), bound * (1 + 0x1p-15) + 1e-6 * sum.mag) << n << ", " << o;
+            if (quantised) {
+                EXPECT_LE(std::fabs(off), bound * (1 + 0x1p-15) + 1e-6 * sum.mag) << n << ", " << o;
+            }
         }
     if (!quantised) return expect_close("out", got, ref.value, ref.mag, c.C, c.OC, T, 2);
-    if (c.N * c.OC >= 500) EXPECT_LT(std::sqrt(error), 1.15 * std::sqrt(expected));
+    if (c.N * c.OC >= 500) {
+        EXPECT_LT(std::sqrt(error), 1.15 * std::sqrt(expected));
+    }
 }
 
 // Groups that do and don't fill blocks of 16, outputs that do and don't fill panels.
