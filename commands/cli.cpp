@@ -381,6 +381,17 @@ void add_base_option(CLI::App& app, std::string& base) {
     app.add_option("--base", base, "model directory that a LoRA adapter belongs to; default: the one that it names");
 }
 
+CLI::Option* add_weights_option(CLI::App& app, std::string& weights) {
+    std::vector<std::string> names = {weights};
+    names.insert(names.end(), PACKING_NAMES.begin(), PACKING_NAMES.end());
+    return app
+        .add_option("--weights", weights,
+                    "how the matrices lie in memory: in 8 or 4 bits, for inference; model: as the model's directory "
+                    "holds them, in --dtype unless they are packed already (convert --weights)")
+        ->check(CLI::IsMember(names))
+        ->capture_default_str();
+}
+
 void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
     const CLI::Validator size = at_least(1);
     app.add_option("--model", o.model,

@@ -7,6 +7,7 @@
 #include "data/tokenizer_import.h"
 #include "model.h"
 #include "models/bin_models.h"
+#include "models/family.h"
 #include "models/lora_adapter.h"
 #include "runtime/files/files.h"
 #include "runtime/files/non_finite.h"
@@ -18,8 +19,9 @@ namespace {
 
 struct ConvertOptions {
     std::string source, target, tokenizer;
-    std::string dtype;  // empty: that of the source; in a .bin fp32
-    std::string base;   // of an adapter
+    std::string dtype;              // empty: that of the source; in a .bin fp32
+    std::string base;               // of an adapter
+    std::string weights = "model";  // or a name of PACKING_NAMES
     bool merge = false;
 };
 
@@ -70,6 +72,10 @@ ConvertOptions parse_convert(const Args& args) {
            "--dtype", o.dtype,
            "dtype of the stored weights; default: of each tensor as in SRC (fp64: fp32), or fp32 in a .bin file")
         ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
+    add_weights_option(app, o.weights)
+        ->description(
+            "write the matrices in 8 or 4 bits: a directory for inference, which loads as it is; model: in "
+            "--dtype");
     app.add_flag("--merge", o.merge, "SRC is a LoRA adapter of peft: write its base with the adapter added");
     add_base_option(app, o.base);
     parse(app, args);
@@ -77,6 +83,8 @@ ConvertOptions parse_convert(const Args& args) {
         throw UsageError("--base is the model that --merge adds an adapter to; add --merge");
     if (is_bin(o.target) && !o.tokenizer.empty())
         throw UsageError("--tokenizer: llm.c's .bin format holds no tokenizer; leave the option out");
+    if (is_bin(o.target) && o.weights != "model")
+        throw UsageError("--weights " + o.weights + ": llm.c's .bin format holds fp32 or bf16; name a directory");
     if (is_bin(o.target) && o.dtype == "fp16")
         throw UsageError("--dtype fp16: llm.c's .bin format holds fp32 or bf16; use one of them");
     return o;
@@ -111,7 +119,19 @@ void run_convert(const Args& args) {
         const DType dtype = source.weights.dtype(p, tensor);
         return dtype == DType::F64 ? DType::F32 : dtype;
     };
-    save_weights(join_path(directory.path(), "model.safetensors"), source.table, source.weights.fetch, stored_dtype);
+    const std::optional<Packing> packing = find_enum<Packing>(PACKING_NAMES, o.weights);
+    PackedRows packed{};
+    if (packing) {
+        packed = {*packing, [&](const PackedWeight& rows, const Param& p, int64_t row, const float* values) {
+                      quantise_rows(rows, p, row, values, o.source);
+                  }};
+        json content = read_json(join_path(directory.path(), "config.json"));
+        add_packing(content, *packing);
+        write_json(join_path(directory.path(), "config.json"), content);
+        std::cerr << PackedWeights(source.table, *packing).note(source.table);
+    }
+    save_weights(join_path(directory.path(), "model.safetensors"), source.table, source.weights.fetch, stored_dtype,
+                 packing ? &packed : nullptr);
     directory.commit();
     std::cerr << non_finite.warning(o.source);
 }

@@ -32,6 +32,7 @@ EvalOptions parse_eval(const Args& args) {
         "train_gpt eval");
     const CLI::Validator positive = at_least(1);
     add_model_options(app, o.model);
+    add_weights_option(app, o.model.weights);
     auto* data = app.add_option("--data", o.data, "directory with train_*.bin and val_*.bin, as 'make data' writes it");
     auto* questions =
         app.add_option(
@@ -76,7 +77,9 @@ void run_multiple_choice(const EvalOptions& o) {
     }
     const std::string cut = cut_choices_note(choices, tokenizer.start_of_text().size(), T);
     if (!cut.empty()) std::cerr << "train_gpt: eval: " << cut << "\n";
-    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
+    RunShape shape = inference_shape(o.batch_size, T, o.model.type());
+    shape.packing = packing_of(source, o.model.weights);
+    const LoadedModel m(ctx, source, shape);
     nlohmann::ordered_json result;
     for (const auto& [name, value] : answer_questions(ctx, m.model, m.acts, questions, choices, tokenizer)) {
         require(std::isfinite(value), source.name, ": the loss of an ending is not finite", NOT_FINITE);
@@ -101,9 +104,11 @@ void run_eval(const Args& args) {
     if (!T && !source.directory.empty())
         T = trained_seq_len(source.adapter.empty() ? source.directory : source.adapter);
     if (T <= 0) T = std::min<int64_t>(source.config.max_positions, 1024);
-    std::unique_ptr<Packing> packing;
-    if (files.has_examples()) packing = std::make_unique<Packing>(files, T, o.too_long == "skip");
-    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
+    std::unique_ptr<ExamplePacking> packing;
+    if (files.has_examples()) packing = std::make_unique<ExamplePacking>(files, T, o.too_long == "skip");
+    RunShape shape = inference_shape(o.batch_size, T, o.model.type());
+    shape.packing = packing_of(source, o.model.weights);
+    const LoadedModel m(ctx, source, shape);
     const EvalSplit split{files, packing.get(), data.end_of_text, 0, text_bytes(data, files, train_split)};
     const Evaluation e = evaluate(ctx, m.model, m.acts, split);
     if (packing && packing->num_too_long())

@@ -20,6 +20,7 @@ struct PlanOptions : RunOptions {
     int64_t world = 1;
     std::string gpu;  // a part of its name; empty: this program's device
     bool inference = false, generate = false, json = false, verbose = false;
+    std::optional<Packing> packing;  // of --weights
 };
 
 // The GPU that a plan with --gpu or --gpu-memory is for; null: this program's device. --gpu-memory does not
@@ -34,6 +35,7 @@ PlanOptions parse_plan(const Args& args) {
     CLI::App app("Prints the memory that a run needs and its FLOP per token. Allocates nothing.", "train_gpt plan");
     const CLI::Validator positive = at_least(1);
     add_model_options(app, o.model, true);
+    add_weights_option(app, o.model.weights);
     app.add_option("--batch-size", o.batch_size, "sequences per micro-step")->check(positive)->capture_default_str();
     app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
     auto* optimizer = add_optimizer_option(app, o.optimizer);
@@ -77,6 +79,10 @@ PlanOptions parse_plan(const Args& args) {
     parse(app, args,
           {"--model", "--batch-size", "--seq-len", "--dtype", "--optimizer", "--recompute", "--lora-rank", "--qlora",
            "--zero-stage", "--world", "--gpu", "--gpu-memory", "--fit", "--inference", "--generate", "--json"});
+    if (o.model.weights != "model" && !o.inference && !o.generate)
+        throw UsageError("--weights is for inference; add --inference or --generate");
+    if (o.model.weights != "model" && (!o.gpu.empty() || o.gpu_memory))
+        throw UsageError("--weights is planned for this program's device; leave --gpu and --gpu-memory out");
     o.model.for_gpu = !o.gpu.empty() || o.gpu_memory;
     const Gpu* const gpu = planned_gpu(o);
     if (!o.inference && !o.generate)
@@ -105,12 +111,15 @@ struct PlannedRun {
     MemoryPlan memory;
 };
 
-PlannedRun plan_run(PlanOptions o, const ModelConfig& config, const Target& target) {
+PlannedRun plan_run(const PlanOptions& o, const ModelConfig& config, const Target& target) {
     const bool training = !o.inference && !o.generate;
-    if (!training) o.master_weights = false;
-    PlannedRun run{model_of(o, config, 0, o.world), {}, {}};
+    PlannedRun run{
+        training ? model_of(o, config, 0, o.world) : Model(config, {}, inference_precision(o.model.type(), o.packing)),
+        {},
+        {}};
     RunShape shape =
         training ? run_shape(o, run.model, target) : inference_shape(o.batch_size, o.seq_len, o.model.type());
+    shape.packing = o.packing;
     shape.target = target;
     run.acts = std::make_unique<Activations>(config, shape);
     run.memory = memory_plan(run.model, *run.acts, gradient_options(o));
@@ -211,6 +220,8 @@ void run_plan(const Args& args) {
     const Gpu* const gpu = planned_gpu(o);
     const Target target = gpu ? gpu->target() : this_target();
     const bool training = !o.inference && !o.generate;
+    o.packing = packing_of(source, o.model.weights);
+    if (training) refuse_packed(source, "training");
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, target);
     auto [in_use_before, remark] = in_use_on(gpu);
     FitReport fitted;
@@ -234,6 +245,7 @@ void run_plan(const Args& args) {
     generation.slots = o.batch_size;
     generation.context = o.seq_len;
     generation.dtype = o.model.type();
+    generation.packing = o.packing;
     MemoryPlan plan = o.generate ? memory_plan(model, Engine(source.config, generation, {})) : run.memory;
     plan.limit = o.gpu_memory;
     // With several ranks: what each ZeRO stage needs. In stage 0 each rank keeps the whole state.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,12 @@ struct LoadedEngine {
     LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options, bool random_weights,
                  const std::vector<std::string>& adapter_names = {});
 };
+
+// What --weights means for a model: how its matrices are packed, or nothing: they stay in the model's dtype. "model":
+// as its directory holds them. Throws Error where the directory's weights are packed in another way.
+std::optional<Packing> packing_of(const ModelSource& source, const std::string& weights);
+
+Precision inference_precision(DType dtype, std::optional<Packing> packing);
 
 // The weights as infer/ takes them.
 InferenceWeights inference_weights(const Model& model);

@@ -26,6 +26,7 @@ class Nf4Base {
     // Quantises a parameter from fp32 values on the host, in memory order.
     void store(const Param& p, const float* values) const;
     const Nf4Matrix& matrix(const Param& p) const { return matrices.at(p.index); }
+    const Nf4Matrix* find(const Param& p) const { return quantises(p) ? &matrix(p) : nullptr; }
 
   private:
     std::map<size_t, Nf4Matrix> matrices;  // by Param::index; without memory before allocate()

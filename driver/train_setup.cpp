@@ -340,7 +340,7 @@ void pack_examples(TrainOptions& o, std::vector<TrainingData>& all) {
     const auto packed = [&](const TokenFiles& files) {
         return o.pack == "none" || !files.has_examples()
                    ? nullptr
-                   : std::make_unique<Packing>(files, o.seq_len, o.too_long == "skip");
+                   : std::make_unique<ExamplePacking>(files, o.seq_len, o.too_long == "skip");
     };
     for (TrainingData& data : all) {
         check_loss_tokens(data.train_files, 0);
@@ -402,6 +402,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     std::vector<TrainingData> all_data = open_training_data(o.data);
     const DataDirectory& data = all_data[0].directory;
     ModelSource source = o.model.resolve(data.vocab_size);
+    refuse_packed(source, "training");
     check_same_tokenizer(data, source);
     // A fresh model's special ids are those of the tokenizer that it will be saved with.
     if (source.directory.empty() && data.end_of_text >= 0) source.config.bos = source.config.eos = data.end_of_text;
@@ -487,7 +488,7 @@ std::string describe_source(const TrainingData& data, int64_t sequences, int64_t
                       in_sequences = with_commas(sequences) + " training sequences";
     if (!data.train_packing)
         return str(tokens, " in ", in_sequences, " (", dropped_tokens, " tokens at the end left out)");
-    const Packing& p = *data.train_packing;
+    const ExamplePacking& p = *data.train_packing;
     char padding[16];
     std::snprintf(padding, sizeof padding, "%.1f%%", 100 * double(p.padding()) / double(sequences * p.seq_len()));
     return str(tokens, ": ", with_commas(p.num_examples()), " examples in ", in_sequences, " (", padding, " padding, ",

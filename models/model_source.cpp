@@ -23,6 +23,7 @@ ModelSource find_base(const std::string& name, const std::string& adapter, const
     require(!source.directory.empty(), "--base ", base, ": is a preset, which has no weights; name a model directory");
     source.name = name;
     source.adapter = adapter;
+    refuse_packed(source, "an adapter");
     return source;
 }
 
@@ -126,6 +127,7 @@ ModelSource find_model(const std::string& name, const std::string& base) {
     const std::string config_path = join_path(source.directory, "config.json");
     source.original_config = read_json(config_path);
     source.config = config_from_json(source.original_config, config_path);
+    source.packing = packing_from_json(source.original_config, config_path);
     return source;
 }
 
@@ -145,11 +147,17 @@ std::vector<LoraAdapter> read_adapters(const ModelSource& source, const ParamTab
     return adapters;
 }
 
+void refuse_packed(const ModelSource& source, const std::string& what) {
+    require(!source.packing, source.directory, ": its weights are packed (", PACKING_NAMES[size_t(*source.packing)],
+            "), for inference alone; for ", what, " name the model that it was converted from");
+}
+
 std::string load_weights(const ModelSource& source, const ParamTable& table, const WeightArenas& arenas) {
-    return load_weights(source.directory, table, arenas, adapter_of(source, table));
+    return load_weights(source.directory, table, arenas, adapter_of(source, table), source.packing);
 }
 
 WeightSource open_weight_source(const ModelSource& source, const ParamTable& table) {
+    refuse_packed(source, "this");
     return open_weight_source(source.directory, table, adapter_of(source, table));
 }
 

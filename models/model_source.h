@@ -10,6 +10,7 @@
 #include "runtime/files/checkpoint_directory.h"
 #include "runtime/files/weight_files.h"
 #include "runtime/model/model_config.h"
+#include "runtime/model/packed_weight.h"
 
 struct JsonKeys;  // runtime/files/json_keys.h
 
@@ -20,7 +21,8 @@ struct ModelSource {
     std::string directory;  // model directory; empty for a preset
     ModelConfig config;
     nlohmann::json original_config = nlohmann::json::object();  // contents of config.json, {} for a preset
-    std::string adapter;  // directory of a LoRA adapter that is added to the weights; empty: none
+    std::string adapter;                  // directory of a LoRA adapter that is added to the weights; empty: none
+    std::optional<Packing> packing = {};  // of a directory with packed weights (`convert --weights`): inference only
 };
 // An adapter (models/lora_adapter.h), or a run that trained one, is its base with the adapter added. base: the base's
 // directory, or empty for the one that the adapter names.
@@ -36,8 +38,12 @@ std::vector<LoraAdapter> read_adapters(const ModelSource& source, const ParamTab
                                        const std::vector<std::string>& names);
 
 // load_weights() and open_weight_source() of the model's directory, with the adapter added while weights are read.
+// open_weight_source() throws Error for packed weights.
 std::string load_weights(const ModelSource& source, const ParamTable& table, const WeightArenas& arenas);
 WeightSource open_weight_source(const ModelSource& source, const ParamTable& table);
+
+// Throws Error, for what needs the weights in 16 or 32 bits, if they are packed. what: "training", ...
+void refuse_packed(const ModelSource& source, const std::string& what);
 
 // The model's generation_config.json, or its adapter's; without keys if there is none.
 JsonKeys generation_config(const ModelSource& source);

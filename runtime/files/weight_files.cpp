@@ -12,6 +12,7 @@
 #include "runtime/files/checkpoint_directory.h"
 #include "runtime/files/files.h"
 #include "runtime/files/non_finite.h"
+#include "runtime/model/packed_params.h"
 #include "runtime/text.h"
 
 using nlohmann::json;
@@ -102,6 +103,11 @@ std::vector<int64_t> source_shape(const Param& p, const SourceTensor& source) {
     return {source.rows, p.cols};
 }
 
+// [rows, bytes]: never transposed, because groups are along the rows of the matrix in memory.
+std::vector<int64_t> packed_shape(const Param& p, const SourceTensor& source, Packing packing) {
+    return {source.rows, packed_row_bytes(packing, p.cols)};
+}
+
 // A tied model has no head of its own. If a file stores one anyway it must equal the embedding: transformers 4 uses the
 // embedding and transformers 5 the stored head, so a difference means that the config is wrong.
 void check_tied_head(const WeightFiles::Location& head, const WeightFiles::Location& embedding) {
@@ -147,8 +153,8 @@ bool holds_weights(const std::string& directory) {
 
 struct StoredWeights::Files : WeightFiles {};
 
-StoredWeights::StoredWeights(const std::string& directory, const ParamTable& table)
-    : files(std::make_shared<const Files>(Files{open_weights(directory, table.file)})) {
+StoredWeights::StoredWeights(const std::string& directory, const ParamTable& table, std::optional<Packing> how)
+    : files(std::make_shared<const Files>(Files{open_weights(directory, table.file)})), packing(how) {
     // Earlier versions saved a LLaMA whose heads do not divide the channels as "train_gpt", under the table's own
     // names.
     const bool any = !table.params.empty() && !table.params[0].sources.empty();
@@ -161,13 +167,14 @@ StoredWeights::StoredWeights(const std::string& directory, const ParamTable& tab
             require(location != files->tensors.end(), directory, ": tensor ", source.name,
                     " is missing from the weights; the files are incomplete or config.json describes another model");
             const SafetensorsEntry& entry = location->second.entry();
-            const std::vector<int64_t> expected = source_shape(p, source);
+            const bool packed = packing && packs(p);
+            const std::vector<int64_t> expected = packed ? packed_shape(p, source, *packing) : source_shape(p, source);
             require(entry.shape == expected, location->second.where(), ": shape ", shape_string(entry.shape),
                     ", expected ", shape_string(expected), "; the file does not belong to this config.json");
             const bool floats = entry.dtype == DType::F32 || entry.dtype == DType::F64 || entry.dtype == DType::BF16 ||
                                 entry.dtype == DType::F16;
-            require(floats, location->second.where(), ": is ", dtype_name(entry.dtype),
-                    "; weights must be F32, BF16 or F16");
+            require(packed ? entry.dtype == DType::U8 : floats, location->second.where(), ": is ",
+                    dtype_name(entry.dtype), packed ? "; packed weights are U8" : "; weights must be F32, BF16 or F16");
             wanted.insert(bare_name(source.name));
         }
     }
@@ -184,10 +191,10 @@ std::vector<StoredWeights::Tensor> StoredWeights::tensors(const Param& p) const 
     std::vector<Tensor> all;
     for (const SourceTensor& source : sources_of(p, own_names)) {
         const WeightFiles::Location& location = files->tensors.at(bare_name(source.name));
-        const bool transposed = source.transposed && p.cols;
-        all.push_back(
-            {location.name,
-             {location.file, &location.entry(), source.row * p.row_size(), source.rows, p.row_size(), transposed}});
+        const bool packed = packing && packs(p), transposed = source.transposed && p.cols && !packed;
+        const int64_t row_size = packed ? packed_row_bytes(*packing, p.cols) : p.row_size();
+        all.push_back({location.name,
+                       {location.file, &location.entry(), source.row * row_size, source.rows, row_size, transposed}});
     }
     return all;
 }
@@ -204,19 +211,30 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
         if (adjust) adjust(p, 0, p.numel(), buffer.data());
         return static_cast<const float*>(buffer.data());
     };
+    const auto fetch_rows = [weights, reader, adjust](const Param& p, int64_t row, int64_t rows,
+                                                      std::vector<float>& buffer) {
+        const int64_t first = row * p.row_size(), n = rows * p.row_size();
+        buffer.resize(size_t(n));
+        const auto take = [&](int64_t begin, int64_t count, const float* values) {
+            std::copy_n(values, count, buffer.begin() + (begin - first));
+        };
+        for (const auto& [name, part] : weights->tensors(p)) reader->read(part, first, n, take);
+        if (adjust) adjust(p, first, n, buffer.data());
+        return static_cast<const float*>(buffer.data());
+    };
     const auto dtype = [weights](const Param& p, const SourceTensor& tensor) {
         const std::vector<StoredWeights::Tensor> stored = weights->tensors(p);
         for (size_t i = 0; i < stored.size(); i++)
             if (p.sources[i].row == tensor.row) return stored[i].part.entry->dtype;
         return stored[0].part.entry->dtype;  // under the table's own name: one tensor for all sources
     };
-    return {fetch, dtype};
+    return {fetch, dtype, fetch_rows};
 }
 
 std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas,
-                         const AdjustValues& adjust) {
+                         const AdjustValues& adjust, std::optional<Packing> packing) {
     check_arenas(table, arenas, directory);
-    const StoredWeights weights(directory, table);  // checks everything before the first copy
+    const StoredWeights weights(directory, table, packing);  // checks everything before the first copy
     ParamReader reader(ParamReader::takers_of(arenas));
     NonFiniteTensors non_finite;
     for (const Param& p : table.params) {
@@ -305,10 +323,24 @@ class SourceWriter {
     std::vector<char> converted;
 };
 
+void write_packed(SafetensorsWriter& writer, size_t number, const Param& p, const SourceTensor& source,
+                  const float* values, const PackedRows& packed) {
+    const int64_t bytes = packed_row_bytes(packed.packing, p.cols);
+    std::vector<uint8_t> rows(size_t(source.rows * bytes));
+    packed.quantise({packed.packing, p.cols, host_tensor(rows.data(), {source.rows, bytes})}, p, source.row,
+                    values + source.row * p.cols);
+    writer.seek(number, 0);
+    writer.write(rows.data(), int64_t(rows.size()));
+}
+
 void declare_weights(SafetensorsWriter& writer, const ParamTable& table, const StoredDType& stored_dtype,
-                     const std::string& path) {
+                     const std::string& path, const PackedRows* packed = nullptr) {
     for (const Param& p : table.params) {
         for (const SourceTensor& source : p.sources) {
+            if (packed && packs(p)) {
+                writer.declare(source.name, DType::U8, packed_shape(p, source, packed->packing));
+                continue;
+            }
             const DType dtype = stored_dtype(p, source);
             require(dtype == DType::F32 || dtype == DType::BF16 || dtype == DType::F16, path,
                     ": cannot save weights as ", dtype_name(dtype), "; use fp32, bf16 or fp16");
@@ -320,17 +352,21 @@ void declare_weights(SafetensorsWriter& writer, const ParamTable& table, const S
 }  // namespace
 
 void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch,
-                  const StoredDType& stored_dtype) {
+                  const StoredDType& stored_dtype, const PackedRows* packed) {
     SafetensorsWriter writer(path);
-    declare_weights(writer, table, stored_dtype, path);
+    declare_weights(writer, table, stored_dtype, path, packed);
     writer.begin();
     SourceWriter sources(writer, path);
     std::vector<float> buffer;
     size_t number = 0;
     for (const Param& p : table.params) {
         const float* const values = fetch(p, buffer);
-        for (const SourceTensor& source : p.sources)
-            sources.write(number++, p, source, stored_dtype(p, source), values, 0, p.numel());
+        for (const SourceTensor& source : p.sources) {
+            if (packed && packs(p))
+                write_packed(writer, number++, p, source, values, *packed);
+            else
+                sources.write(number++, p, source, stored_dtype(p, source), values, 0, p.numel());
+        }
     }
     writer.finish();
 }

@@ -3,11 +3,13 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "runtime/files/read_params.h"
 #include "runtime/files/safetensors.h"
+#include "runtime/model/packed_weight.h"
 #include "runtime/model/params.h"
 
 // Returns a parameter's padded_numel() values on the host in memory layout, padding rows zero: a pointer to existing
@@ -17,10 +19,14 @@ using FetchParam = std::function<const float*(const Param& p, std::vector<float>
 // The dtype in which a file holds, or is to hold, one of the tensors that a parameter is made of.
 using StoredDType = std::function<DType(const Param& p, const SourceTensor& tensor)>;
 
+// Returns rows [row, row + rows) of a parameter's matrix, or elements of a vector, without padding rows.
+using FetchRows = std::function<const float*(const Param& p, int64_t row, int64_t rows, std::vector<float>& buffer)>;
+
 // Weights in files, read one parameter at a time.
 struct WeightSource {
     FetchParam fetch;
     StoredDType dtype;
+    FetchRows fetch_rows = {};  // null: fetch() only
 };
 
 // A directory's weights (ParamTable::file), checked against a table: every source tensor is present with its shape.
@@ -28,9 +34,12 @@ struct WeightSource {
 // model's lm_head.weight that equals the token embedding, the table's first parameter. (If they differ it is an Error,
 // because transformers 4 uses the embedding and transformers 5 the head.) Names may lack the family's prefix
 // ("transformer." / "model."); dtypes are fp32, bf16, fp16 and fp64.
+//
+// packing: of a directory with packed weights (`convert --weights`). Tensors of the parameters that packs()
+// (runtime/model/packed_params.h) are U8 [rows, packed_row_bytes], in memory order also where the family transposes.
 class StoredWeights {
   public:
-    StoredWeights(const std::string& directory, const ParamTable& table);
+    StoredWeights(const std::string& directory, const ParamTable& table, std::optional<Packing> packing = {});
     // The tensors that a parameter is made of, in the order of its sources.
     struct Tensor {
         std::string name;
@@ -42,6 +51,7 @@ class StoredWeights {
     struct Files;
     std::shared_ptr<const Files> files;
     bool own_names = false;
+    std::optional<Packing> packing;
 };
 
 // Changes elements [begin, begin + count) of a parameter, in memory order, when they have been read. Called from
@@ -56,7 +66,7 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
 // infinite is an Error that names the tensor. Parameters that a packed arena does not hold are not read. Returns a
 // warning that names the tensors with values that are not finite, for stderr; empty if there are none.
 std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas,
-                         const AdjustValues& adjust = {});
+                         const AdjustValues& adjust = {}, std::optional<Packing> packing = {});
 
 // Whether a directory has a file of weights, or an index of shards.
 bool holds_weights(const std::string& directory);
@@ -67,7 +77,14 @@ constexpr const char* ADAPTER_WEIGHTS = "adapter_model.safetensors";
 
 // Writes model.safetensors at path, tensor by tensor. dtype: F32, BF16 or F16, of each tensor. Throws Error naming the
 // tensor for a finite value that the dtype would make infinite. Not atomic: callers write into an AtomicDirectory.
-void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, const StoredDType& dtype);
+// packed: how parameters that packs() are written instead, as StoredWeights reads them; null: they are not.
+struct PackedRows {
+    Packing packing;
+    // Fills packed rows from the values of rows [row, row + rows.rows.shape[0]) of a parameter.
+    std::function<void(const PackedWeight& rows, const Param& p, int64_t row, const float* values)> quantise;
+};
+void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, const StoredDType& dtype,
+                  const PackedRows* packed = nullptr);
 
 // The same with one dtype, from the most exact weights in the arenas. Several ranks write one file together: each
 // declares all tensors and writes the elements that it owns, 1/ranks.count of every group. The arenas must hold at
