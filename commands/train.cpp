@@ -353,6 +353,7 @@ TrainOptions parse_train(const Args& args) {
         throw UsageError(str("--config: ", e.what()));
     }
     parse(*app, all, SHORT_HELP);
+    o.batch_given = app->get_option("--batch-size")->count() > 0;
     settle_length(o, args);
     if (!o.new_data.empty()) o.data = o.new_data;
     if (!o.launch.rendezvous.empty()) {  // also where one process does not use it

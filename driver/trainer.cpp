@@ -95,7 +95,7 @@ void Trainer::print_setup(const MemoryPlan& plan) const {
     print(str(setup.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype),
               options.model.auto_dtype ? " (--dtype auto)" : "", acts.fp8 ? ", matmuls of the blocks in fp8\n" : "\n",
               device_description(), ", ", matmul_library(), "\n"));
-    print(setup.defaults);
+    print(setup.notes);
     if (ctx.world > 1) print(str(ctx.world, " ranks, ZeRO stage ", options.sharding.zero_stage, "\n"));
     print(str("memory plan\n", plan.text(ctx.in_use_before)));
     if (acts.fp8) print(fp8_warning(model.config));
@@ -505,6 +505,7 @@ void Trainer::save(bool last) {
                               {"optimizer_dtype", options.optimizer_dtype},
                               {"lora", options.lora.description()},
                               {"learning_rates", rates},
+                              {"lr", scalars.lr},
                               {"gemm", matmul_choices(ctx.stream, true)},
                               {"val_loss", val_loss}};
     if (acts.fp8) trainer["fp8"] = {{"steps", acts.fp8->recorded()}, {"history", acts.fp8->history(ctx.stream)}};

@@ -46,6 +46,47 @@ class FinetuningTest(BaseRunTest):
         self.assertNotIn("defaults for", done.stderr)
         self.assertEqual(log(os.path.join(self.top, "given"))[-1]["step"], 6)
 
+    def test_few_conversations(self):
+        """A run from a checkpoint takes smaller steps where 3 epochs are less than 50 of them and nothing says how large
+        a step is. One line says so where a run has less than 20 steps."""
+        examples = [(f"{i:04} + ", "1234") for i in range(40)]
+        data = {n: self.make_examples(f"few_{n}", examples[:n], "--val", "0") for n in (5, 10, 40)}
+
+        def lengths(n, *options):
+            out = os.path.join(self.top, "few")
+            model = [] if "--model" in options else ["--model", self.base]
+            done = run("train", *model, "--data", data[n], "--out", out, "--seq-len", 16, "--dtype", "fp32", *options)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            toml = dict(line.split("=") for line in text_of(os.path.join(out, "run.toml")).split() if "=" in line)
+            self.assertEqual(log(out)[-1]["step"], int(toml["steps"]))
+            shutil.rmtree(out)
+            said = [line for line in done.stderr.splitlines() if line.startswith(("the whole run", "defaults for"))]
+            return int(toml["batch-size"]), int(toml["steps"]), "\n".join(said)
+
+        batch, steps, said = lengths(40)  # each example fills a sequence: 30 steps of 4, 60 of 2
+        self.assertEqual((batch, steps), (2, 60))
+        self.assertIn("--epochs 3 --batch-size 2 --warmup 1 --weight-decay 0 (from scratch: 6e-4, 1000 steps, batch size 4, ",
+                      said)
+        self.assertNotIn("the whole run", said)
+        self.assertEqual(lengths(40, "--epochs", 5)[:2], (4, 50))
+        self.assertEqual(lengths(10)[:2], (1, 30))
+        batch, steps, said = lengths(5)
+        self.assertEqual((batch, steps), (1, 15))
+        self.assertTrue(said.endswith("the whole run is 15 steps; if it learns too little, raise --epochs (now 3)"),
+                        said)
+        # What is given stays.
+        self.assertEqual(lengths(5, "--batch-size", 4), (4, 4, said.replace(" --batch-size 1", "").replace(
+            " batch size 4,", "").replace("is 15", "is 4").replace(
+                "(now 3)", "(now 3) or lower --batch-size (now 4)")))
+        batch, steps, said = lengths(5, "--total-batch-tokens", 128)
+        self.assertEqual((batch, steps), (4, 2))
+        self.assertIn("whole run is 2 steps; if it learns too little, raise --epochs (now 3) or lower "
+                      "--total-batch-tokens (now 128)", said)
+        batch, steps, said = lengths(5, "--steps", 3)
+        self.assertEqual((batch, steps), (4, 3))
+        self.assertNotIn("the whole run", said)
+        self.assertEqual(lengths(5, *MODEL, "--epochs", 1), (4, 2, ""))
+
     def test_prompts_are_not_loss_tokens(self):
         # All training sequences hold the same 32 tokens and every third one is a prompt: the loss tokens have the mean
         # loss and the mean gradient of a run in which all tokens are loss tokens.
