@@ -312,9 +312,10 @@ std::string few_steps_note(const TrainSetup& s) {
     if (steps >= FEW_STEPS) return "";
     const bool in_micro_steps = s.micro_steps > 1;
     const int64_t now = in_micro_steps ? s.o.total_batch_tokens : s.o.batch_size;
-    const std::string lower = str(" or lower ", in_micro_steps ? "--total-batch-tokens" : "--batch-size", " (now ", now, ")");
-    return str("the whole run is ", steps, steps == 1 ? " step" : " steps", "; if it learns too little, raise --epochs (now ",
-               s.o.epochs, ")", now > 1 ? lower : "", "\n");
+    const std::string lower =
+        str(" or lower ", in_micro_steps ? "--total-batch-tokens" : "--batch-size", " (now ", now, ")");
+    return str("the whole run is ", steps, steps == 1 ? " step" : " steps",
+               "; if it learns too little, raise --epochs (now ", s.o.epochs, ")", now > 1 ? lower : "", "\n");
 }
 
 // A line, where the schedule of a resumed run goes back to a higher rate.
@@ -323,8 +324,9 @@ std::string higher_rate_note(const TrainSetup& s) {
     if (had <= 0 || has <= 1.001 * had) return "";
     std::string same;
     for (const auto& [name, rate] : named_rates(s)) same += str(" --", name, " ", rounded(rate * had / has));
-    return str("the learning rate goes up: it was ", rounded(had), " in step ", s.resume.step, ", where the schedule of ",
-               s.o.steps, " steps has ", rounded(has), "; with", same, " it goes on from there\n");
+    return str("the learning rate goes up: it was ", rounded(had), " in step ", s.resume.step,
+               ", where the schedule of ", s.o.steps, " steps has ", rounded(has), "; with", same,
+               " it goes on from there\n");
 }
 
 // The length of the run, the warmup and the weight decay, where they are not given.

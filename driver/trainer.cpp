@@ -389,7 +389,7 @@ void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
         weights += double(data.weight);
         ordered_json& entry = setup.data.size() > 1 ? by_directory[data.directory.path] : line;
         entry["val_loss"] = e.loss();
-        entry["bits_per_byte"] = e.bits_per_byte();
+        if (e.bytes > 0) entry["bits_per_byte"] = e.bits_per_byte();
         char part[128];
         int length = std::snprintf(part, sizeof part, "  val_loss %.4f", e.loss());
         if (e.bytes > 0) std::snprintf(part + length, sizeof part - length, "  bits_per_byte %.4f", e.bits_per_byte());

@@ -38,7 +38,8 @@ struct RandomAdapters {
             const int linear = linear_layer_index(p.role);
             if (linear >= 0) {
                 const BlockAdapters& block = bank.blocks()[size_t(p.layer)];
-                const AdapterWeights& w = *std::array{&block.qkv, &block.proj, &block.fc, &block.fcproj}[size_t(linear)];
+                const AdapterWeights& w =
+                    *std::array{&block.qkv, &block.proj, &block.fc, &block.fcproj}[size_t(linear)];
                 const std::vector<float> a = fetch_floats(from.ctx, w.a), b = fetch_floats(from.ctx, w.b);
                 for (size_t part = 0; part < p.sources.size(); part++)
                     for (int64_t row = p.sources[part].row; row < p.sources[part].row + p.sources[part].rows; row++)
@@ -46,8 +47,8 @@ struct RandomAdapters {
                             double sum = 0;
                             for (int64_t r = 0; r < R; r++)
                                 sum += double(b[size_t((i * p.rows + row) * R + r)]) *
-                                       double(a[size_t(((i * int64_t(p.sources.size()) + int64_t(part)) * R + r) *
-                                                           p.cols + c)]);
+                                       double(a[size_t(
+                                           ((i * int64_t(p.sources.size()) + int64_t(part)) * R + r) * p.cols + c)]);
                             values[size_t(row * p.cols + c)] += float(sum);
                         }
             }

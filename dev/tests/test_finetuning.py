@@ -173,8 +173,10 @@ class FinetuningTest(BaseRunTest):
         info = json.loads(run("info", data, "--json").stdout)
         self.assertEqual(info["val"]["loss_tokens"], meta["val"]["loss_tokens"])
         scores = json.loads(run("eval", "--model", self.base, "--data", data, "--json").stdout)
-        self.assertEqual(scores["tokens"], meta["val"]["loss_tokens"])
-        self.assertIsNone(scores["bits_per_byte"])
+        self.assertEqual(scores["loss_tokens"], meta["val"]["loss_tokens"])
+        self.assertEqual(list(scores), ["loss_tokens", "val_loss", "perplexity"])
+        lines = run("eval", "--model", self.base, "--data", data).stdout.splitlines()
+        self.assertEqual([line.split()[0] for line in lines], list(scores))
 
     def test_packed_examples(self):
         examples = [(f"{i} + {i * 7 % 30} = ", str(i + i * 7 % 30) + "." * (i * i % 17)) for i in range(300)]
@@ -185,6 +187,8 @@ class FinetuningTest(BaseRunTest):
         trainer = json.loads(text_of(os.path.join(run_dir, "step_00000008", "trainer.json")))
         self.assertEqual(trainer["pack"], "examples")
         self.assertLess(losses(run_dir)[8], losses(run_dir)[1])
+        evaluated = [line for line in log(run_dir) if "val_loss" in line]
+        self.assertEqual([list(line) for line in evaluated], [["step", "val_loss"]] * len(evaluated))
         done = run(*self.train_args("packed_again", *args, "--steps", 1))
         self.assertRegex(done.stderr, r"training tokens: 2\d\d examples in \d+ training sequences "
                                       r"\(\d\.\d% padding, 0 longer")
@@ -221,9 +225,9 @@ class FinetuningTest(BaseRunTest):
         data = self.make_examples("alone", examples, "--val", "0.5")
         scores = [json.loads(run("eval", "--model", self.base, "--data", data, "--json", "--seq-len", n).stdout)
                   for n in (19, 20, 37, 38, 64)]
-        self.assertEqual(scores[0]["tokens"], 30 * 5)
+        self.assertEqual(scores[0]["loss_tokens"], 30 * 5)
         for score in scores:  # 19: each alone; 38 and more: two or three in a sequence
-            self.assertEqual(score["tokens"], scores[0]["tokens"])
+            self.assertEqual(score["loss_tokens"], scores[0]["loss_tokens"])
             self.assertAlmostEqual(score["val_loss"] / scores[0]["val_loss"], 1, delta=1e-6)
         done = run("eval", "--model", self.base, "--data", data, "--seq-len", 18, "--too-long", "skip")
         self.assertEqual((done.returncode, done.stderr.count("\n")), (1, 1), done.stderr)
