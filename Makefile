@@ -379,10 +379,10 @@ ifdef CORPUS
 	@$(if $(filter-out linux,$(CORPUS)),echo "CORPUS=$$CORPUS is unknown: it is linux$(COMMA) or give TEXT=file|folder." >&2; exit 1)
 	@$(if $(TEXT)$(VAL_TEXT)$(VAL)$(EXT),echo "CORPUS=linux has its own text: leave out TEXT$(COMMA) VAL_TEXT$(COMMA) VAL and EXT." >&2; exit 1)
 	@name=$${NAME:-linux}; if [ -e "data/tokens/$$name/meta.json" ]; then echo "data/tokens/$$name exists already (remove it, or give another NAME)"; \
-	    else $(PYTHON) scripts/fetch_linux.py && $(PYTHON) data/make_data.py --name="$$name" --text data/text/linux/train \
+	    else $(PYTHON) scripts/fetch_linux.py && MAKE_DATA_VARIABLES=yes $(PYTHON) data/make_data.py --name="$$name" --text data/text/linux/train \
 	    --val-text data/text/linux/val --tokenizer="$${TOKENIZER:-bpe}" --vocab="$${VOCAB:-32768}"; fi
 else ifdef TEXT
-	@$(PYTHON) data/make_data.py --text="$$TEXT" $(foreach option,NAME=name TOKENIZER=tokenizer VOCAB=vocab VAL=val \
+	@MAKE_DATA_VARIABLES=yes $(PYTHON) data/make_data.py --text="$$TEXT" $(foreach option,NAME=name TOKENIZER=tokenizer VOCAB=vocab VAL=val \
 	    VAL_TEXT=val-text EXT=ext,$(call given,$(subst =, ,$(option))))
 else
 	@$(if $(VAL_TEXT)$(NAME)$(TOKENIZER)$(VOCAB)$(VAL)$(EXT),echo "VAL_TEXT$(COMMA) NAME$(COMMA) TOKENIZER$(COMMA) VOCAB$(COMMA) VAL and EXT need TEXT=file|folder." >&2; exit 1)

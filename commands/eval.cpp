@@ -26,7 +26,8 @@ EvalOptions parse_eval(const Args& args) {
     EvalOptions o;
     CLI::App app(
         "Scores every token of a split once and prints tokens, bytes, val_loss (nats per token), perplexity and "
-        "bits_per_byte. With --multiple-choice, scores multiple-choice questions and prints accuracy, accuracy_norm "
+        "bits_per_byte; of conversations loss_tokens, val_loss and perplexity. With --multiple-choice, scores "
+        "multiple-choice questions and prints accuracy, accuracy_norm "
         "(accuracy by log-probability per character) and count. If the questions have one ending each, it prints "
         "accuracy, perplexity and count.",
         "train_gpt eval");
@@ -115,10 +116,10 @@ void run_eval(const Args& args) {
         std::cerr << "train_gpt: eval: " << packing->num_too_long() << " examples longer than --seq-len " << T
                   << " were left out\n";
     require(std::isfinite(e.loss()), source.name, ": the loss is ", e.loss(), NOT_FINITE);
-    print_result({{"tokens", e.tokens},
-                  {"bytes", e.bytes},
-                  {"val_loss", e.loss()},
-                  {"perplexity", std::exp(e.loss())},
-                  {"bits_per_byte", e.bits_per_byte()}},
-                 o.json);
+    nlohmann::ordered_json result = {{files.masked() ? "loss_tokens" : "tokens", e.tokens}};
+    if (e.bytes) result["bytes"] = e.bytes;
+    result["val_loss"] = e.loss();
+    result["perplexity"] = std::exp(e.loss());
+    if (e.bytes) result["bits_per_byte"] = e.bits_per_byte();
+    print_result(result, o.json);
 }

@@ -95,13 +95,16 @@ PlanOptions parse_plan(const Args& args) {
     return o;
 }
 
-// The bytes of the GPU that are in use before a run, and a remark on them. A context that was not measured is taken to
-// be an H100's.
+// The bytes of the GPU that are in use before a run, and lines on them where they are planned: those of the CUDA
+// context, which is taken to be an H100's if it was not measured.
 std::pair<int64_t, std::string> in_use_on(const Gpu* gpu) {
     if (!gpu) return {device_bytes_in_use(), ""};
-    if (gpu->context_mib > 0) return {int64_t(gpu->context_mib * 0x1p20), ""};
-    return {int64_t(find_gpu("H100 80GB HBM3").context_mib * 0x1p20),
-            str("  the CUDA context was not measured on ", gpu->name, "; that of an H100 is planned\n")};
+    const bool measured = gpu->context_mib > 0;
+    const auto bytes = int64_t((measured ? gpu->context_mib : find_gpu("H100 80GB HBM3").context_mib) * 0x1p20);
+    const std::string line = str("  CUDA context            ", human_bytes(bytes), "\n");
+    return {bytes, measured ? line
+                            : str(line, "  the CUDA context was not measured on ", gpu->name,
+                                  "; that of an H100 is planned\n")};
 }
 
 // A run, planned.
@@ -143,7 +146,8 @@ struct PlanReport {
     int64_t world;
     MemoryPlan memory;
     int64_t in_use_before;             // bytes of the GPU: the CUDA context and other programs
-    std::string remark;                // a line after the memory plan, or ""
+    bool is_here;                      // the device is: they were asked for, not planned
+    std::string remark;                // lines after the memory plan, or ""
     std::vector<PlannedGroup> groups;  // of training
     std::vector<int64_t> stages;       // with several ranks: bytes that each rank needs, by --zero-stage; else empty
     std::vector<ArenaPlan::Entry> activations;  // text output lists the largest, or with --verbose all
@@ -173,7 +177,7 @@ void show_json(const PlanReport& r) {
 void show_plan(const PlanReport& r, const PlanOptions& o) {
     if (o.json) return show_json(r);
     std::cout << r.name << ": " << r.description << "\n"
-              << r.memory.text(r.in_use_before) << r.remark << "  FLOP per token          "
+              << r.memory.text(r.is_here ? r.in_use_before : 0) << r.remark << "  FLOP per token          "
               << str(r.flop_per_token / 1e6) << " MFLOP ("
               << (r.training ? "forward and backward" : "of a training step") << ", recomputation not counted)\n";
     const auto& tried = r.fit.tried;
@@ -266,13 +270,15 @@ void run_plan(const Args& args) {
         if (group.weights) groups.push_back(group);
     }
     PlanReport report{source.name,
-                      describe(model.config, model.table.num_weights()),
+                      str(describe(model.config, model.table.num_weights()), ", ", o.model.dtype,
+                          o.model.auto_dtype ? " (--dtype auto)" : "", gpu ? str(", on ", gpu->name) : ""),
                       model.table.num_weights(),
                       flop_per_token(model, o.seq_len),
                       training,
                       o.world,
                       plan,
                       in_use_before,
+                      !gpu,
                       remark,
                       groups,
                       stages,
