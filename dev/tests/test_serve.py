@@ -1,0 +1,411 @@
+#!/usr/bin/env python3
+"""`serve`: what clients of OpenAI's API send and get. Texts are those of `sample` with the same seed and options."""
+import concurrent.futures
+import json
+import os
+import random
+import shutil
+import unittest
+
+from harness import ROOT, TrainingTest, cuda, run, text_of, tokenize
+from serving import Server, add_chat_template, checkpoint
+
+try:
+    import openai
+except ImportError:
+    openai = None
+
+INVARIANT = ["--batch-invariant"] if cuda() else []
+NEEDS_OPENAI = unittest.skipUnless(openai, "needs Python's openai (make venv)")
+
+
+class ServeTest(TrainingTest):
+    """One server for all tests: a model that answers Hi with Yo, and an adapter of it."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        base = checkpoint(cls.train("base", "--model", "gpt2-tiny", "--layers", 2, "--channels", 32, "--heads", 2,
+                                    "--max-positions", 256, "--vocab-size", 300, "--steps", 20))
+        asked = add_chat_template(base, os.path.join(cls.top, "asked"))
+        turns, data = os.path.join(cls.top, "turns.jsonl"), os.path.join(cls.top, "turns")
+        with open(turns, "w") as file:
+            for user, assistant in [("Hi", "Yo")] * 8:
+                messages = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+                file.write(json.dumps({"messages": messages}) + "\n")
+        tokenize(turns, data, "--val", "0", tokenizer=asked)
+        common = ["--data", data, "--batch-size", 2, "--seq-len", 64, "--eval-every", 0, "--save-every", 0]
+        trained = checkpoint(cls.train("trained", "--model", asked, *common, "--steps", 80, "--lr", "2e-2", "--warmup", 5))
+        cls.model = os.path.join(cls.top, "tiny")
+        shutil.copytree(trained, cls.model)
+        cls.adapter = checkpoint(cls.train("adapter", "--model", cls.model, *common, "--steps", 6, "--lora-rank", 4,
+                                           "--lr", "0.3"))
+        cls.server = Server("--model", cls.model, "--adapter", f"tuned={cls.adapter}", "--slots", 3, "--context", 200,
+                            *INVARIANT)
+        cls.addClassCleanup(cls.server.stop)
+
+    def samples(self, *args):
+        done = run("sample", "--model", self.model, "--json", *INVARIANT, *args)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return json.loads(done.stdout)["samples"]
+
+    def ask(self, path="completions", **fields):
+        """The response to a request that has no fault."""
+        chat = {"messages": [{"role": "user", "content": "Hi"}]} if path.startswith("chat") else {}
+        status, response = self.server.post(f"/v1/{path}", {"model": "tiny", **chat, **fields})
+        self.assertEqual(status, 200, response)
+        return response
+
+    def client(self, **options):
+        return openai.OpenAI(base_url=self.server.url + "/v1", api_key="none", max_retries=0, timeout=60, **options)
+
+    def assert_samples(self, response, samples):
+        self.assertEqual([choice["index"] for choice in response["choices"]], list(range(len(samples))))
+        for choice, sample in zip(response["choices"], samples):
+            self.assertEqual(choice["text"], sample["text"])
+            self.assertEqual(choice["finish_reason"], "length" if sample["finish"] == "length" else "stop")
+
+    def test_completions_are_those_of_sample(self):
+        cases = [
+            ({}, []),
+            ({"seed": 7, "n": 3}, ["--seed", 7, "--num-samples", 3]),
+            ({"temperature": 0, "max_tokens": 3}, ["--temperature", 0, "--max-tokens", 3]),
+            ({"temperature": 1.7, "top_k": 9}, ["--temperature", 1.7, "--top-k", 9]),
+            ({"temperature": 2, "top_p": 0.8}, ["--temperature", 2, "--top-p", 0.8]),
+            ({"temperature": 2, "min_p": 0.02}, ["--temperature", 2, "--min-p", 0.02]),
+            ({"temperature": 1.5, "repetition_penalty": 1.3}, ["--temperature", 1.5, "--repeat-penalty", 1.3]),
+            ({"temperature": 1.5, "presence_penalty": 1.25}, ["--temperature", 1.5, "--presence-penalty", 1.25]),
+            ({"temperature": 1.5, "frequency_penalty": -0.5}, ["--temperature", 1.5, "--frequency-penalty", -0.5]),
+            ({"temperature": 1.5, "ignore_eos": True}, ["--temperature", 1.5, "--ignore-eos"]),
+            ({"temperature": 2, "stop": ["e", "o"]}, ["--temperature", 2, "--stop", "e", "--stop", "o"]),
+            ({"temperature": 2, "stop": "a", "ignore_eos": True}, ["--temperature", 2, "--stop", "a", "--ignore-eos"]),
+            ({"model": "tuned", "n": 2}, ["--adapter", self.adapter, "--num-samples", 2]),
+        ]
+        # All at once, twice and in another order: a response does not depend on its neighbours.
+        again = cases + cases
+        random.Random(1).shuffle(again)
+        defaults = {"prompt": "The h", "seed": 42, "max_tokens": 40}
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            responses = list(pool.map(lambda case: self.ask(**{**defaults, **case[0]}), again))
+        expected = {}
+        for fields, options in cases:
+            options = options if "--max-tokens" in options else [*options, "--max-tokens", 40]
+            expected[json.dumps(fields)] = self.samples("--prompt", "The h", *options)
+        for (fields, _), response in zip(again, responses):
+            with self.subTest(fields):
+                self.assert_samples(response, expected[json.dumps(fields)])
+                usage = response["usage"]
+                self.assertEqual(usage["total_tokens"], usage["prompt_tokens"] + usage["completion_tokens"])
+                # At its end a completion has a token that is no part of its text.
+                lengths = [len(sample["tokens"]) for sample in expected[json.dumps(fields)]]
+                self.assertEqual(usage["completion_tokens"], sum(lengths))
+        self.assertNotEqual(self.ask(prompt="", temperature=2, max_tokens=40)["choices"],
+                            self.ask(prompt="", temperature=2, max_tokens=40)["choices"])
+
+    def test_prompts(self):
+        """Lists of prompts, token ids, and the empty prompt."""
+        prompts = ["The h", "Hi", "<|im_end|>", "\u00fc \U0001f600"]
+        path = os.path.join(self.top, "prompts.txt")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("\n---\n".join(prompts) + "\n")
+        options = {"seed": 3, "max_tokens": 20, "temperature": 1.5}
+        args = ["--seed", 3, "--max-tokens", 20, "--temperature", 1.5]
+        samples = self.samples("--prompt-file", path, "--num-samples", 2, *args)
+        self.assert_samples(self.ask(prompt=prompts, n=2, **options), samples)
+        ids = [self.server.post("/tokenize", {"model": "tiny", "prompt": prompt})[1]["tokens"] for prompt in prompts]
+        self.assertLess(max(map(max, ids)), 256)  # what is typed is no special token
+        self.assert_samples(self.ask(prompt=ids, n=2, **options), samples)
+        self.assert_samples(self.ask(prompt=ids[1], n=2, **options), self.samples("--prompt", "Hi", "--num-samples", 2, *args))
+        self.assert_samples(self.ask(prompt="", **options), self.samples("--prompt", "", *args))
+
+    def test_chat(self):
+        messages = [{"role": "user", "content": "Hi"}]
+        response = self.ask("chat/completions", messages=messages, temperature=0)
+        (choice,) = response["choices"]
+        self.assertEqual((choice["message"]["role"], choice["message"]["content"], choice["finish_reason"]),
+                         ("assistant", "Yo", "stop"))
+        rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        status, tokenized = self.server.post("/tokenize", {"messages": messages})
+        self.assertEqual((status, tokenized["count"]), (200, len("_user\nHi_\n_assistant\n")))
+        self.assertEqual(response["usage"]["prompt_tokens"], tokenized["count"])
+        self.assertEqual(self.server.post("/detokenize", {"tokens": tokenized["tokens"]}), (200, {"prompt": rendered}))
+        # The same tokens as a prompt; content in parts; what a user types stays text.
+        options = {"seed": 5, "temperature": 2, "max_tokens": 30, "ignore_eos": True}
+        text = self.ask(prompt=tokenized["tokens"], **options)["choices"][0]["text"]
+        for content in "Hi", [{"type": "text", "text": "Hi"}]:
+            chat = self.ask("chat/completions", messages=[{"role": "user", "content": content}], **options)
+            self.assertEqual(chat["choices"][0]["message"]["content"], text)
+        typed = [{"role": "system", "content": ""}, {"role": "user", "content": "<|im_end|>"}]
+        tokens = self.server.post("/tokenize", {"messages": typed})[1]["tokens"]
+        self.assertEqual(len(tokens), len("_system\n_\n_user\n<|im_end|>_\n_assistant\n"))
+        most = self.ask("chat/completions", temperature=0, max_completion_tokens=1)["choices"][0]
+        self.assertEqual((most["message"]["content"], most["finish_reason"]), ("Y", "length"))
+        # Without a limit a response may fill the context.
+        full = self.ask("chat/completions", temperature=0, ignore_eos=True)
+        self.assertEqual((full["usage"]["total_tokens"], full["choices"][0]["finish_reason"]), (200, "length"))
+
+    def test_tokenize(self):
+        for text in "", "abc", "Tsch\u00fc\u00df \U0001f600":
+            status, response = self.server.post("/tokenize", {"prompt": text, "add_special_tokens": False})
+            self.assertEqual((status, response["tokens"], response["count"]), (200, list(text.encode()), len(text.encode())))
+            self.assertEqual(response["max_model_len"], 200)
+            self.assertEqual(self.server.post("/detokenize", {"tokens": response["tokens"]}), (200, {"prompt": text}))
+        for path, body, words in [
+            ("/tokenize", {}, "'prompt' is missing"),
+            ("/tokenize", {"prompt": 5}, "'prompt' is 5; expected a string"),
+            ("/tokenize", {"prompt": "x", "other": 1}, "'other' is not supported"),
+            ("/detokenize", {}, "'tokens' is missing"),
+            ("/detokenize", {"tokens": [1, 300]}, "token ids from 0 to 299"),
+            ("/detokenize", {"tokens": [-1]}, "token ids from 0 to 299"),
+            ("/detokenize", {"tokens": ["a"]}, "token ids from 0 to 299"),
+        ]:
+            status, response = self.server.post(path, body)
+            self.assertEqual(status, 400, response)
+            self.assertIn(words, response["error"]["message"])
+
+    def test_logprobs(self):
+        args = ["--prompt", "The h", "--max-tokens", 12, "--temperature", 1.5, "--ignore-eos", "--top-logprobs", 3]
+        (sample,) = self.samples(*args)
+        asked = {"prompt": "The h", "max_tokens": 12, "temperature": 1.5, "ignore_eos": True, "seed": 42}
+        response = self.ask(**asked, logprobs=3)["choices"][0]
+        self.assertEqual(response["text"], sample["text"])
+        logprobs = response["logprobs"]
+        for name in "tokens", "token_logprobs", "top_logprobs", "text_offset":
+            self.assertEqual(len(logprobs[name]), 12, name)
+        for i, (got, expected) in enumerate(zip(logprobs["token_logprobs"], sample["logprobs"])):
+            self.assertAlmostEqual(got, expected, delta=1e-6)
+            most_likely = sample["top_logprobs"][i]
+            for one in most_likely:
+                # Of tokens with the same text (bytes that are no character) a JSON object has one.
+                if [other["text"] for other in most_likely].count(one["text"]) == 1:
+                    self.assertAlmostEqual(logprobs["top_logprobs"][i][one["text"]], one["logprob"], delta=1e-6)
+        whole = self.ask(**asked, logprobs=0)["choices"][0]["logprobs"]
+        self.assertEqual(whole["token_logprobs"], logprobs["token_logprobs"])
+        # The same ones of a prompt that ends with these tokens.
+        ids = self.server.post("/tokenize", {"prompt": "The h"})[1]["tokens"]
+        echo = self.ask(prompt=ids + sample["tokens"], echo=True, logprobs=3, max_tokens=0)
+        self.assertEqual(echo["usage"]["completion_tokens"], 0)
+        (choice,) = echo["choices"]
+        self.assertEqual(choice["finish_reason"], "length")
+        read = choice["logprobs"]
+        self.assertEqual((len(read["tokens"]), read["token_logprobs"][0], read["top_logprobs"][0]), (len(ids) + 12, None, None))
+        for got, expected in zip(read["token_logprobs"][len(ids):], sample["logprobs"], strict=True):
+            self.assertAlmostEqual(got, expected, delta=1e-4)
+        self.assertEqual(read["tokens"][:len(ids)], list("The h")[-len(ids):])
+        text = self.ask(prompt="The h", echo=True, max_tokens=5, logprobs=1, temperature=0)["choices"][0]
+        self.assertTrue(text["text"].startswith("The h"))
+        self.assertEqual(len(text["logprobs"]["tokens"]), len(ids) + 5)
+        self.assertEqual(text["logprobs"]["text_offset"][:5], list(range(5)))
+        for offset, token in zip(text["logprobs"]["text_offset"], text["logprobs"]["tokens"]):
+            self.assertTrue(text["text"][offset:].startswith(token) or "\ufffd" in token)
+        plain = self.ask(prompt=["The h", "Hi"], echo=True, max_tokens=0)
+        self.assertEqual([choice["text"] for choice in plain["choices"]], ["The h", "Hi"])
+
+    def streamed(self, stream):
+        """The texts of a stream by index, the finish reasons, and the usage of its last event."""
+        texts, reasons, usage = {}, {}, None
+        for event in stream:
+            self.assertIsNone(usage, "an event follows the usage")
+            usage = event.usage
+            for choice in event.choices:
+                self.assertNotIn(choice.index, reasons, "an event follows the last one")
+                piece = choice.delta.content if hasattr(choice, "delta") else choice.text
+                texts[choice.index] = texts.get(choice.index, "") + (piece or "")
+                if choice.finish_reason:
+                    reasons[choice.index] = choice.finish_reason
+        return texts, reasons, usage
+
+    @NEEDS_OPENAI
+    def test_openai_streams(self):
+        client = self.client()
+        extra = {"ignore_eos": True, "top_k": 200}
+        for stop in None, ["o", "\n\n"]:
+            for n in 1, 3:
+                options = {"model": "tiny", "seed": 9, "temperature": 2, "n": n, "stop": stop, "max_tokens": 60,
+                           "extra_body": extra}
+                asked = {"prompt": "The h", **options}
+                whole = client.completions.create(**asked)
+                streams = [(client.completions.create(**asked, stream=True, stream_options=more), more)
+                           for more in (None, {"include_usage": True})]
+                for stream, more in streams:
+                    texts, reasons, usage = self.streamed(stream)
+                    self.assertEqual(texts, {choice.index: choice.text for choice in whole.choices})
+                    self.assertEqual(reasons, {choice.index: choice.finish_reason for choice in whole.choices})
+                    self.assertEqual(usage, whole.usage if more else None)
+                asked = {"messages": [{"role": "user", "content": "Hi"}], **options}
+                whole = client.chat.completions.create(**asked)
+                stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+                self.assertEqual(self.streamed(stream),
+                                 ({choice.index: choice.message.content for choice in whole.choices},
+                                  {choice.index: choice.finish_reason for choice in whole.choices}, whole.usage))
+
+    @NEEDS_OPENAI
+    def test_openai_chat_logprobs(self):
+        client = self.client()
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "logprobs": True,
+                 "top_logprobs": 2}
+        whole = client.chat.completions.create(**asked).choices[0].logprobs.content
+        self.assertEqual("".join(entry.token for entry in whole)[:2], "Yo")
+        for entry in whole:
+            self.assertEqual(len(entry.top_logprobs), 2)
+            self.assertEqual(entry.top_logprobs[0].token, entry.token)
+            self.assertAlmostEqual(entry.top_logprobs[0].logprob, entry.logprob, delta=1e-5)
+            self.assertLessEqual(entry.logprob, 0)
+            self.assertEqual(bytes(entry.bytes).decode(), entry.token)
+        stream = client.chat.completions.create(**asked, stream=True)
+        pieces = [entry for event in stream if event.choices[0].logprobs for entry in event.choices[0].logprobs.content]
+        self.assertEqual(pieces, whole)
+
+    @NEEDS_OPENAI
+    def test_openai_models_and_errors(self):
+        client = self.client()
+        self.assertEqual([model.id for model in client.models.list()], ["tiny", "tuned"])
+        self.assertTrue(all(model.chat for model in client.models.list()))
+        with self.assertRaises(openai.NotFoundError) as caught:
+            client.completions.create(model="other", prompt="x")
+        self.assertEqual((caught.exception.code, caught.exception.param), ("model_not_found", "model"))
+        self.assertIn("there is no model 'other'", caught.exception.message)
+        with self.assertRaises(openai.BadRequestError) as caught:
+            client.completions.create(model="tiny", prompt="x" * 190, max_tokens=20)
+        self.assertEqual((caught.exception.code, caught.exception.param), ("context_length_exceeded", "prompt"))
+        self.assertIn("a prompt of 19", caught.exception.message)
+        for stream in False, True:
+            with self.assertRaises(openai.BadRequestError) as caught:
+                client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 200}], stream=stream)
+            self.assertEqual((caught.exception.code, caught.exception.param), ("context_length_exceeded", "messages"))
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        with self.assertRaises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], tools=[tool])
+        self.assertEqual((caught.exception.param, caught.exception.type), ("tools", "invalid_request_error"))
+
+    def test_fields(self):
+        """A field with a wrong value, one that is unknown, and one that is not supported are each named."""
+        wrong = {
+            "model": [5, [], None], "temperature": [-1, 3, "hot", True], "top_p": [0, 1.1, "x"], "top_k": [1.5, "x", 2**40],
+            "min_p": [-0.1, 2], "repetition_penalty": [0, -1, "x"], "presence_penalty": [2.5], "frequency_penalty": [-3],
+            "seed": ["x", 1.5], "stop": [5, "", ["a", 5], ["x"] * 99], "stream": ["yes", 1], "n": [0, -1, 1000, 1.5],
+            "max_tokens": [-1, 1.5, "x", 2**70], "ignore_eos": ["no"], "logit_bias": [{"5": 1}],
+            "response_format": [{"type": "json_object"}], "user": [5], "stream_options": [{"include_usage": True}, 5],
+            "an_unknown_field": [1], "<b>": [1],
+        }
+        ways = {
+            "completions": ({"prompt": "x"}, {
+                "prompt": [5, {}, [], [[]], ["a", 5], [1, 300], [1, -1], [1, "a"], [[1], "a", None]], "echo": [1],
+                "logprobs": [-1, 21, True], "best_of": [2], "suffix": ["x"], "messages": [[]]}),
+            "chat/completions": ({"messages": [{"role": "user", "content": "x"}]}, {
+                "messages": ["x", [], [5], [{}], [{"role": "tool", "content": "x"}], [{"role": "user"}],
+                             [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "image_url"}]}],
+                             [{"role": "user", "content": "x", "tool_calls": [1]}]],
+                "logprobs": [1, "x"], "top_logprobs": [1, 21], "max_completion_tokens": [0, "x"], "tools": [[{}]],
+                "tool_choice": ["required"], "prompt": ["x"], "echo": [True], "functions": [[]], "audio": [{}]}),
+        }
+        for path, (valid, more) in ways.items():
+            for field, values in {**wrong, **more}.items():
+                for value in values:
+                    with self.subTest(path=path, field=field, value=value):
+                        status, response = self.server.post(f"/v1/{path}", {"model": "tiny", **valid, field: value})
+                        self.assertEqual(status, 400, response)
+                        error = response["error"]
+                        self.assertEqual(set(error), {"message", "type", "param", "code"})
+                        self.assertEqual(error["type"], "invalid_request_error")
+                        self.assertTrue(error["param"].startswith(field), error)
+                        self.assertIn(field, error["message"])
+        # null is as if the field were not there; so are values that change nothing.
+        self.ask(prompt="x", temperature=None, stop=None, stream=None, logprobs=None, logit_bias={}, best_of=1, user="me")
+        self.ask("chat/completions", tools=[], response_format={"type": "text"}, max_completion_tokens=2, top_logprobs=0)
+
+    def test_bodies_and_paths(self):
+        valid = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1})
+        for body in (b"", b"{", b"[]", b"5", b'"x"', b"\xff\xfe", b'{"prompt": "\xff"}', valid.encode() + b"x", b"[" * 100000,
+                     b'{"a":' * 100000, b'{"prompt": "\\ud800"}', b'{"temperature": NaN}', b'{"temperature": 1e999}'):
+            status, headers, answer = self.server.request("POST", "/v1/completions", body)
+            self.assertEqual((status, headers["Content-Type"]), (400, "application/json"), body[:40])
+            self.assertLess(len(json.loads(answer)["error"]["message"]), 300, body[:40])
+        for method, path, status in [("GET", "/nothing", 404), ("POST", "/v1/models", 405), ("GET", "/v1/completions", 405),
+                                     ("DELETE", "/health", 405), ("GET", "/health", 200), ("HEAD", "/health", 200),
+                                     ("GET", "/v1/../etc/passwd", 404), ("GET", "/v1/models?limit=5", 200)]:
+            answered = self.server.request(method, path)
+            self.assertEqual(answered[0], status, (method, path, answered))
+            if status == 405:
+                self.assertEqual(answered[1]["Allow"], "POST" if method == "GET" else "GET")
+        status, headers, page = self.server.get("/")
+        self.assertEqual((status, page.decode()), (200, text_of(os.path.join(ROOT, "serve", "page.html"))))
+        self.assertIn("default-src 'none'", headers["Content-Security-Policy"])
+
+    def test_other_sites(self):
+        """A page of another site may not ask, under its own name or by a name that it makes resolve to this server."""
+        for name, value in [("Host", "evil.example"), ("Host", "evil.example:80"), ("Origin", "http://evil.example"),
+                            ("Origin", "null")]:
+            for path in "/v1/models", "/", "/metrics":
+                self.assertEqual(self.server.get(path, **{name: value})[0], 403, (name, value, path))
+        own = self.server.get("/v1/models", Origin=self.server.url, Host=f"127.0.0.1:{self.server.port}")
+        self.assertEqual((own[0], own[1]["Access-Control-Allow-Origin"]), (200, None))
+        for host in "localhost", f"localhost:{self.server.port}", "[::1]:5":
+            self.assertEqual(self.server.get("/health", Host=host)[0], 200, host)
+
+    def test_metrics(self):
+        def change(path, **fields):
+            before = self.server.metrics()
+            response = self.ask(path, **fields)
+            after = self.server.metrics()
+            return response, {name: value - before.get(name, 0) for name, value in after.items()}
+
+        response, grown = change("completions", prompt=["The h", "Hi"], n=2, max_tokens=9, ignore_eos=True)
+        name = "train_gpt_{}".format
+        self.assertEqual(grown[name('requests_total{path="/v1/completions",status="200"}')], 1)
+        self.assertEqual(grown[name("prompt_tokens_total")], response["usage"]["prompt_tokens"])
+        self.assertEqual(grown[name("completion_tokens_total")], 36)
+        self.assertEqual(grown[name("time_to_first_token_seconds_count")], 4)
+        self.assertEqual(grown[name("time_between_tokens_seconds_count")], 32)
+        self.assertEqual(grown[name('time_between_tokens_seconds_bucket{le="+Inf"}')], 32)
+        self.assertGreater(grown[name("time_between_tokens_seconds_sum")], 0)
+        before = self.server.metrics()
+        self.server.post("/v1/completions", {"model": "tiny"})
+        after = self.server.metrics()
+        refused = name('requests_total{path="/v1/completions",status="400"}')
+        self.assertEqual(after[refused] - before.get(refused, 0), 1)
+        for gauge in "sequences_running", "sequences_waiting", "pages_in_use":
+            self.assertEqual(after[name(gauge)], 0, gauge)
+        self.assertGreater(after[name("pages")], 0)
+
+
+class KeysTest(TrainingTest):
+    """A server with keys, and a model without a chat template."""
+
+    def test_keys(self):
+        base = checkpoint(self.train("base", "--steps", 1))
+        keys = os.path.join(self.top, "keys")
+        with open(keys, "w") as file:
+            file.write("first-key\r\n\nsecond-key \n")
+        server = Server("--model", base, "--name", "base", "--slots", 2, "--context", 60, "--api-key-file", keys,
+                        "--cors-origin", "https://friend.example")
+        self.addCleanup(server.stop)
+        asked = {"model": "base", "prompt": "x", "max_tokens": 3}
+        for given in None, "Bearer wrong-key", "Bearer first-ke", "Bearer first-keyy", "Bearer ", "first-key", "Basic first-key":
+            headers = {"Authorization": given} if given else {}
+            status, response = server.post("/v1/completions", asked, **headers)
+            self.assertEqual((status, response["error"]["type"]), (401, "authentication_error"), given)
+            self.assertNotIn("key", str(given).replace("key", "", 1) and response["error"]["message"].replace("API key", ""))
+            for path in "/v1/models", "/metrics":
+                self.assertEqual(server.get(path, **headers)[0], 401)
+        for key in "first-key", "second-key":
+            self.assertEqual(server.post("/v1/completions", asked, Authorization=f"Bearer {key}")[0], 200)
+        self.assertEqual((server.get("/")[0], server.get("/health")[0]), (200, 200))
+        # What a browser asks before a page of another site may.
+        status, headers, _ = server.request("OPTIONS", "/v1/completions", Origin="https://friend.example")
+        self.assertEqual((status, headers["Access-Control-Allow-Origin"]), (204, "https://friend.example"))
+        self.assertEqual(server.request("OPTIONS", "/v1/completions", Origin="https://other.example")[0], 403)
+        own = {"Authorization": "Bearer first-key"}
+        status, response = server.post("/v1/chat/completions",
+                                       {"model": "base", "messages": [{"role": "user", "content": "Hi"}]}, **own)
+        self.assertEqual(status, 400)
+        self.assertIn("no chat template; use /v1/completions", response["error"]["message"])
+        models = json.loads(server.get("/v1/models", **own)[2])["data"]
+        self.assertEqual([(model["id"], model["chat"]) for model in models], [("base", False)])
+        status, printed = server.stop()
+        self.assertEqual(status, 0)
+        self.assertNotIn("-key", printed)
+
+
+if __name__ == "__main__":
+    unittest.main()
