@@ -186,6 +186,11 @@ endif
 # calls it.
 SOURCES := $(filter-out runtime/communication/comm_%,$(SOURCES)) $(wildcard runtime/communication/comm_$(TRANSPORT).c*)
 
+# The server, where libmicrohttpd is.
+HTTP ?= $(shell echo '__has_include(<microhttpd.h>)' | $(CXX) $(UNPACKED_INCLUDE) -std=c++20 -E -P -x c++ - 2>/dev/null)
+SERVE := $(if $(filter 1 yes,$(HTTP)),$(filter-out serve/without_http.cpp,$(wildcard serve/*.cpp)),serve/without_http.cpp)
+SOURCES += $(SERVE)
+
 LIB := $(BUILD)/libtrain_gpt.a
 DRIVER := $(BUILD)/train_gpt
 KERNEL_LIB := $(BUILD)/libtrain_gpt_kernels.so
@@ -198,7 +203,7 @@ DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuf
 # nlohmann/json then compile once for a directory and not in every file, which halves the time of a whole build. What the
 # data library takes of data/ is an object of its own, data/library/jumbo.cpp.o. Others stay as they are: families of models,
 # and kernels, define the same names in several files, and a sanitized build optimises files of runtime/ differently.
-JUMBO_DIRS := $(if $(filter no,$(JUMBO)),,commands data data/jinja data/library driver infer parallel runtime/device runtime/files runtime/model)
+JUMBO_DIRS := $(if $(filter no,$(JUMBO)),,commands data data/jinja data/library driver infer parallel runtime/device runtime/files runtime/model serve)
 LIBRARY_GROUP := $(filter-out data/jinja/%,$(filter data/%,$(DATA_LIB_SOURCES)))
 jumbo_sources = $(if $(filter data/library,$(1)),$(LIBRARY_GROUP),$(filter-out $(filter-out data/jinja/%,$(DATA_LIB_SOURCES)),$(filter $(wildcard $(1)/*.cpp),$(SOURCES))))
 GROUPED := $(foreach dir,$(JUMBO_DIRS),$(call jumbo_sources,$(dir)))
@@ -256,6 +261,7 @@ $(BUILD)/dev/tests/test_%.cpp.o $(PRECOMPILED): private OPTIMISE := -O1
 # the time.
 $(foreach cold,commands models,$(BUILD)/$(cold)/%.cpp.o): private OPTIMISE := -O1
 endif
+$(if $(SERVE),$(BUILD)/serve/jumbo.cpp.o $(BUILD)/serve/routes.cpp.o: serve/page.html)
 # GoogleTest's header takes a third of the time that a test compiles in, so it is compiled once, with the flags of most.
 PRECOMPILED_TESTS := $(patsubst dev/tests/%,$(BUILD)/dev/tests/%.o,$(filter-out $(SLOW_TESTS:%=dev/tests/%.cpp),$(wildcard dev/tests/test_*.cpp)))
 $(PRECOMPILED_TESTS): private PREPROCESS += -include $(PRECOMPILED:.gch=)
@@ -281,6 +287,7 @@ $(LIB): $(OBJECTS) $(BUILD)/sources
 
 LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(ONEDNN_LIBS) $(if $(TRANSPORT_LIBS),-Wl$(COMMA)--as-needed $(TRANSPORT_LIBS)) $(LDLIBS)
 
+$(DRIVER): private LIBS += $(if $(filter serve/http.cpp,$(SERVE)),-lmicrohttpd)
 $(DRIVER): $(MAIN:%=$(BUILD)/%.o) $(BUILD)/build_lines.cpp.o $(LIB)
 	$(LINK)
 

@@ -34,6 +34,7 @@ void run_train(const Args& args);
 void run_eval(const Args& args);
 void run_sample(const Args& args);
 void run_chat(const Args& args);
+void run_serve(const Args& args);  // serve/
 void run_logits(const Args& args);
 void run_plan(const Args& args);
 void run_convert(const Args& args);

@@ -33,6 +33,7 @@ int main(int argc, char** argv) {
         {"eval", "score a split of a data set", in_one_process(run_eval)},
         {"sample", "complete prompts", in_one_process(run_sample)},
         {"chat", "hold a conversation", in_one_process(run_chat)},
+        {"serve", "answer requests over HTTP, as OpenAI's API", in_one_process(run_serve)},
         {"logits", "write the logits of given tokens", in_one_process(run_logits)},
         {"plan", "show the memory that a run needs", run_plan},
         {"convert", "turn a model into another format", in_one_process(run_convert, false)},

@@ -56,6 +56,11 @@ void Scheduler::cancel_all(const char* reason) {
     while (!waiting.empty()) cancel(*waiting.front().request, reason);
 }
 
+Scheduler::Counts Scheduler::counts() const {
+    const auto taken = std::count_if(running.begin(), running.end(), [](const Running& s) { return s.request; });
+    return {int64_t(taken), int64_t(waiting.size())};
+}
+
 bool Scheduler::idle() const {
     return std::none_of(running.begin(), running.end(), [](const Running& s) { return s.request; });
 }

@@ -39,6 +39,11 @@ class Scheduler {
     // Called, where it is set, for each token that joins a completion, before done. It must not call the scheduler.
     std::function<void(const Request&)> on_token;
 
+    struct Counts {
+        int64_t running, waiting;  // requests
+    };
+    Counts counts() const;
+
     GenerateStatistics statistics;
     int64_t suspensions() const { return times_suspended; }  // of sequences, so far
 

@@ -1,0 +1,138 @@
+#include "serve/service.h"
+
+namespace {
+
+double seconds_since(Answer::Clock::time_point begin) {
+    return std::chrono::duration<double>(Answer::Clock::now() - begin).count();
+}
+
+Answer::Sequence& sequence_of(const Request& r) {  // the scheduler hands out what it was given
+    return static_cast<Answer::Sequence&>(const_cast<Request&>(r));
+}
+
+}  // namespace
+
+Service::Service(Engine& e, const ServedModel& m, int64_t max_queue)
+    : model(m),
+      scheduler(e, {.slide = false}, [this](const Request& r) { end(r); }),
+      engine(e),
+      most_sequences(e.options.slots + max_queue) {
+    scheduler.on_token = [this](const Request& r) { token(r); };
+}
+
+void Service::submit(const std::shared_ptr<Answer>& answer) {
+    const int64_t count = int64_t(answer->sequences().size());
+    {
+        const std::lock_guard lock(mutex);
+        if (stopping) throw ApiError(http::UNAVAILABLE, "the server is stopping");
+        // A request that alone exceeds the queue is taken where nothing else waits.
+        if (live > 0 && live + count > most_sequences)
+            throw ApiError(http::UNAVAILABLE, str(live, " sequences are running or waiting; try again later"));
+        live += count;
+        fresh.push_back(answer);
+    }
+    arrived.notify_one();
+}
+
+void Service::wake() {
+    {
+        const std::lock_guard lock(mutex);
+        woken = true;
+    }
+    arrived.notify_one();
+}
+
+void Service::take_new() {
+    std::vector<std::shared_ptr<Answer>> taken;
+    {
+        const std::lock_guard lock(mutex);
+        taken.swap(fresh);
+    }
+    for (const std::shared_ptr<Answer>& a : taken) {
+        answers.insert(a);
+        for (Answer::Sequence& s : a->sequences()) scheduler.add(s);
+    }
+}
+
+void Service::drop_gone() {
+    std::vector<std::shared_ptr<Answer>> left;
+    for (const std::shared_ptr<Answer>& a : answers)
+        if (a->gone) left.push_back(a);
+    for (const std::shared_ptr<Answer>& a : left) {
+        metrics.cancelled();
+        for (Answer::Sequence& s : a->sequences())
+            if (!s.text->finish()) scheduler.cancel(s);
+    }
+}
+
+void Service::token(const Request& r) {
+    Answer::Sequence& s = sequence_of(r);
+    if (s.text->tokens().size() == 1)
+        metrics.first_token(seconds_since(s.answer->arrival));
+    else
+        metrics.next_token(seconds_since(s.last_token));
+    s.last_token = Clock::now();
+    s.answer->token(s);
+}
+
+void Service::end(const Request& r) {
+    Answer::Sequence& s = sequence_of(r);
+    s.answer->end(s);
+    {
+        const std::lock_guard lock(mutex);
+        live--;
+    }
+    if (!s.answer->ended()) return;
+    metrics.finished(s.answer->prompt_tokens(), s.answer->completion_tokens());
+    for (auto a = answers.begin(); a != answers.end(); ++a) {
+        if (a->get() != s.answer) continue;
+        finished.push_back(*a);  // the scheduler still reads the request
+        answers.erase(a);
+        return;
+    }
+}
+
+void Service::count() {
+    const Scheduler::Counts now = scheduler.counts();
+    metrics.set({now.running, now.waiting, engine.pages_in_use(), engine.pages_in_use() + engine.pages_available()});
+}
+
+void Service::fail_all(const ApiError& error) {
+    std::vector<std::shared_ptr<Answer>> all(answers.begin(), answers.end());
+    {
+        const std::lock_guard lock(mutex);
+        stopping = true;
+        all.insert(all.end(), fresh.begin(), fresh.end());
+        fresh.clear();
+    }
+    for (const std::shared_ptr<Answer>& a : all) a->fail(error);
+}
+
+void Service::run(const std::function<bool()>& stop, double drain) {
+    constexpr std::chrono::milliseconds LOOK(100);  // for a signal
+    Clock::time_point stopped;
+    try {
+        for (;;) {
+            take_new();
+            drop_gone();
+            const bool more = scheduler.step();
+            finished.clear();
+            count();
+            if (stop()) {
+                const std::lock_guard lock(mutex);
+                if (!stopping) stopped = Clock::now();
+                stopping = true;
+                if (live == 0) return;
+                if (seconds_since(stopped) > drain) break;
+            }
+            if (more) continue;
+            std::unique_lock lock(mutex);
+            arrived.wait_for(lock, LOOK, [&] { return woken || !fresh.empty(); });
+            woken = false;
+        }
+    } catch (const std::exception& e) {
+        fail_all({http::FAILED, e.what()});
+        throw;
+    }
+    fail_all({http::UNAVAILABLE, "the server is stopping"});
+}

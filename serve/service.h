@@ -1,0 +1,55 @@
+// Runs the engine for requests that come from other threads.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include <condition_variable>
+
+#include "infer/scheduler.h"
+#include "serve/answer.h"
+#include "serve/metrics.h"
+
+class Service {
+  public:
+    // max_queue: sequences that may wait beside those that have slots.
+    Service(Engine& engine, const ServedModel& model, int64_t max_queue);
+
+    // --- any thread
+
+    // Throws ApiError 503 where too many sequences wait, or while the server stops.
+    void submit(const std::shared_ptr<Answer>& answer);
+    void wake();
+    const ServedModel& model;
+    Metrics metrics;
+
+    // --- the thread that runs the engine
+
+    // Until stop() is true and every answer has ended, or `drain` seconds after stop() became true. Throws the Error of
+    // an engine that fails, after it has told every client.
+    void run(const std::function<bool()>& stop, double drain);
+
+  private:
+    using Clock = Answer::Clock;
+    void take_new();
+    void drop_gone();
+    void count();
+    void token(const Request& r);
+    void end(const Request& r);
+    void fail_all(const ApiError& error);
+
+    Scheduler scheduler;
+    const Engine& engine;
+    const int64_t most_sequences;
+    std::mutex mutex;
+    std::condition_variable arrived;
+    std::vector<std::shared_ptr<Answer>> fresh;  // submitted, not taken yet
+    int64_t live = 0;                            // sequences that were submitted and have not ended
+    bool stopping = false, woken = false;
+    std::set<std::shared_ptr<Answer>> answers;      // that the engine works on
+    std::vector<std::shared_ptr<Answer>> finished;  // in this step
+};
