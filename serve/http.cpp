@@ -230,7 +230,7 @@ struct Server::Impl {
     const std::string too_large;
     MHD_Daemon* daemon = nullptr;
     std::mutex mutex;
-    std::condition_variable work;
+    std::condition_variable work, ending;  // two: notify_one() must not wake a thread that runs no handler
     std::deque<std::shared_ptr<Exchange>> queue;  // whole requests, for the threads that run the handler
     std::set<std::shared_ptr<Exchange>> open;
     bool stopping = false;
@@ -258,6 +258,7 @@ struct Server::Impl {
             left.assign(open.begin(), open.end());
         }
         work.notify_all();
+        ending.notify_all();
         for (std::thread& t : threads) t.join();
         for (const auto& e : left) e->client_has_gone();  // libmicrohttpd stops only where nothing is suspended
         MHD_stop_daemon(daemon);
@@ -359,7 +360,7 @@ struct Server::Impl {
             std::vector<pollfd> sockets;
             {
                 std::unique_lock lock(mutex);
-                work.wait_for(lock, std::chrono::milliseconds(MILLISECONDS), [&] { return stopping; });
+                ending.wait_for(lock, std::chrono::milliseconds(MILLISECONDS), [&] { return stopping; });
                 if (stopping) return;
                 for (const auto& e : open) {
                     const int fd = e->suspended_socket();
