@@ -90,6 +90,7 @@ std::string Answer::head(const char* object) const {
 
 std::string Answer::finish_of(const Sequence& s) const {
     if (!s.ended) return "null";
+    if (call.most_tokens(model, s.prompt_index) == 0) return "\"length\"";  // whatever token was sampled
     const std::string reason = s.text->finish();
     return reason == "eos" || reason == "stop" ? "\"stop\"" : "\"length\"";
 }

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 
-from harness import DRIVER, ENVIRONMENT, checkpoints
+from harness import DRIVER, ENVIRONMENT, TrainingTest, checkpoints, tokenize
 
 TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
@@ -18,20 +18,38 @@ def checkpoint(run_dir):
     return os.path.join(run_dir, checkpoints(run_dir)[-1])
 
 
-def add_chat_template(model, copy):
-    """A copy of a model with byte tokens and a vocabulary of 259 or more that has a chat template; its turns end with
-    token 258."""
-    shutil.copytree(model, copy)
-    path = os.path.join(copy, "tokenizer.json")
-    with open(path) as file:
-        tokenizer = json.load(file)
-    for number, mark in enumerate(("<|im_start|>", "<|im_end|>")):
-        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 257 + number, "content": mark})
-    with open(path, "w") as file:
-        json.dump(tokenizer, file)
-    with open(os.path.join(copy, "chat_template.jinja"), "w") as file:
-        file.write(TEMPLATE)
-    return copy
+class ChatModelTest(TrainingTest):
+    """Has a model with byte tokens and a chat template that answers Hi with Yo; its turns end with token 258.
+    common: options of training it further."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        base = checkpoint(cls.train("base", "--model", "gpt2-tiny", "--layers", 2, "--channels", 32, "--heads", 2,
+                                    "--max-positions", 256, "--vocab-size", 300, "--steps", 20))
+        cls.add_chat_template(base)
+        turns, data = os.path.join(cls.top, "turns.jsonl"), os.path.join(cls.top, "turns")
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+        with open(turns, "w") as file:
+            file.write(8 * (json.dumps({"messages": messages}) + "\n"))
+        tokenize(turns, data, "--val", "0", tokenizer=base)
+        cls.common = ["--data", data, "--batch-size", 2, "--seq-len", 64, "--eval-every", 0, "--save-every", 0]
+        trained = checkpoint(cls.train("trained", "--model", base, *cls.common, "--steps", 80, "--lr", "2e-2",
+                                       "--warmup", 5))
+        cls.model = os.path.join(cls.top, "tiny")
+        shutil.copytree(trained, cls.model)
+
+    @staticmethod
+    def add_chat_template(model):
+        path = os.path.join(model, "tokenizer.json")
+        with open(path) as file:
+            tokenizer = json.load(file)
+        for number, mark in enumerate(("<|im_start|>", "<|im_end|>")):
+            tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 257 + number, "content": mark})
+        with open(path, "w") as file:
+            json.dump(tokenizer, file)
+        with open(os.path.join(model, "chat_template.jinja"), "w") as file:
+            file.write(TEMPLATE)
 
 
 class Server:
@@ -39,8 +57,9 @@ class Server:
 
     def __init__(self, *args):
         command = [DRIVER, "serve", "--port", "0", *map(str, args)]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                        env={**ENVIRONMENT, "OMP_WAIT_POLICY": "passive"}, text=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                        stderr=subprocess.STDOUT, text=True,
+                                        env={**ENVIRONMENT, "OMP_WAIT_POLICY": "passive"})
         self.lines = []
         self.port = 0
         for line in self.process.stdout:
@@ -83,7 +102,8 @@ class Server:
 
     def post(self, path, value, **headers):
         """(status, JSON) of a request with a value as JSON."""
-        status, _, body = self.request("POST", path, json.dumps(value), **{"Content-Type": "application/json", **headers})
+        headers["Content-Type"] = "application/json"
+        status, _, body = self.request("POST", path, json.dumps(value), **headers)
         return status, json.loads(body)
 
     def metrics(self):
