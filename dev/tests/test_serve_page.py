@@ -10,6 +10,7 @@ import unittest
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from harness import ROOT, text_of
+from serving import ChatModelTest, Server
 
 try:
     from selenium import webdriver
@@ -118,9 +119,12 @@ class Api(BaseHTTPRequestHandler):
 
 @unittest.skipUnless(webdriver and BROWSER and WEB_DRIVER,
                      "needs Chromium with its driver (Debian: chromium-driver) and Python's selenium (make venv)")
-class PageTest(unittest.TestCase):
+class BrowserTest(unittest.TestCase):
+    """Has a browser, and the page at `url`."""
+
     @classmethod
     def setUpClass(cls):
+        super().setUpClass()
         options = webdriver.ChromeOptions()
         options.binary_location = BROWSER
         # In a container there may be no sandbox (root) and little shared memory.
@@ -130,23 +134,13 @@ class PageTest(unittest.TestCase):
         cls.browser = webdriver.Chrome(options, webdriver.ChromeService(WEB_DRIVER))
         cls.addClassCleanup(cls.browser.quit)
 
-    def setUp(self):
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
-        server.key, server.models, server.requests = False, {"tiny": True}, []
-        server.gone, server.released = threading.Event(), threading.Event()
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        self.addCleanup(server.server_close)
-        self.addCleanup(server.shutdown)
-        self.addCleanup(server.released.set)
-        self.server = server
-
     def tearDown(self):
         # What violates the policy, and JavaScript's exceptions; that a request failed is in the log as well.
         log = [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
         self.assertEqual([line for line in log if "Failed to load resource" not in line], [])
 
     def open(self):
-        self.browser.get(f"http://127.0.0.1:{self.server.server_address[1]}/")
+        self.browser.get(self.url)
         self.wait_for(lambda: self.the("input").get_attribute("placeholder"))
 
     def the(self, name):
@@ -171,6 +165,50 @@ class PageTest(unittest.TestCase):
         if not self.the("settings").is_displayed():
             self.the("toggle").click()
         self.the(name).send_keys(Keys.CONTROL + "a" + Keys.CONTROL, Keys.DELETE, value, Keys.TAB)
+
+
+class ServedPageTest(BrowserTest, ChatModelTest):
+    """The page as the server has it."""
+
+    def test_served_page(self):
+        server = Server("--model", self.model, "--context", 250)
+        self.addCleanup(server.stop)
+        self.url = server.url
+        self.open()
+        self.set_field("temperature", "0")
+        self.ask("Hi")
+        self.assertEqual(self.conversation(), [["user", "Hi"], ["assistant", "Yo"]])
+        self.assertRegex(self.the("status").text, r"^2 tokens, [\d.]+ tokens/s, ")
+        self.open()
+        self.assertEqual(self.conversation(), [["user", "Hi"], ["assistant", "Yo"]])
+        text = "<img src=x onerror=document.title='x'>"
+        self.ask(text)
+        self.assertEqual(self.conversation()[2], ["user", text])
+        self.assertEqual(self.browser.title, "tiny")
+        self.ask("x" * 250)
+        self.assertRegex(self.error(), r"^a prompt of \d+ tokens exceeds the context of 250 tokens")
+        self.the("new").click()
+        os.remove(os.path.join(self.model, "chat_template.jinja"))
+        base = Server("--model", self.model, "--context", 250)
+        self.addCleanup(base.stop)
+        self.url = base.url
+        self.open()
+        self.ask("<|im_start|>")
+        self.assertTrue(self.the("log").text.startswith("<|im_start|>"))
+        self.assertEqual((len(self.conversation()), self.error()), (2, ""))
+
+
+class PageTest(BrowserTest):
+    def setUp(self):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+        server.key, server.models, server.requests = False, {"tiny": True}, []
+        server.gone, server.released = threading.Event(), threading.Event()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        self.addCleanup(server.released.set)
+        self.server = server
+        self.url = f"http://127.0.0.1:{server.server_address[1]}"
 
     def test_a_conversation(self):
         self.open()
