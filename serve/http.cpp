@@ -230,7 +230,7 @@ struct Server::Impl {
     const std::string too_large;
     MHD_Daemon* daemon = nullptr;
     std::mutex mutex;
-    std::condition_variable work, ending;  // two: notify_one() must not wake a thread that runs no handler
+    std::condition_variable work, stop;
     std::deque<std::shared_ptr<Exchange>> queue;  // whole requests, for the threads that run the handler
     std::set<std::shared_ptr<Exchange>> open;
     bool stopping = false;
@@ -238,11 +238,10 @@ struct Server::Impl {
 
     Impl(const Options& o, Handler h, const std::string& t) : options(o), handle(std::move(h)), too_large(t) {
         const int fd = listen_on(options);
-        // Not MHD_USE_ITC's pipe alone: connections are resumed from other threads.
-        daemon = MHD_start_daemon(MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ITC, 0, nullptr,
-                                  nullptr, access, this, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_NOTIFY_COMPLETED,
-                                  completed, this, MHD_OPTION_CONNECTION_TIMEOUT, options.idle_seconds,
-                                  MHD_OPTION_CONNECTION_LIMIT, connection_limit(), MHD_OPTION_END);
+        daemon = MHD_start_daemon(MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME, 0, nullptr, nullptr, access,
+                                  this, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_NOTIFY_COMPLETED, completed, this,
+                                  MHD_OPTION_CONNECTION_TIMEOUT, options.idle_seconds, MHD_OPTION_CONNECTION_LIMIT,
+                                  connection_limit(), MHD_OPTION_END);
         if (!daemon) close(fd);
         require(daemon, "the HTTP server could not be started");
         for (int i = 0; i < options.handlers; i++) threads.emplace_back([this] { run_handlers(); });
@@ -258,7 +257,7 @@ struct Server::Impl {
             left.assign(open.begin(), open.end());
         }
         work.notify_all();
-        ending.notify_all();
+        stop.notify_all();
         for (std::thread& t : threads) t.join();
         for (const auto& e : left) e->client_has_gone();  // libmicrohttpd stops only where nothing is suspended
         MHD_stop_daemon(daemon);
@@ -360,7 +359,7 @@ struct Server::Impl {
             std::vector<pollfd> sockets;
             {
                 std::unique_lock lock(mutex);
-                ending.wait_for(lock, std::chrono::milliseconds(MILLISECONDS), [&] { return stopping; });
+                stop.wait_for(lock, std::chrono::milliseconds(MILLISECONDS), [&] { return stopping; });
                 if (stopping) return;
                 for (const auto& e : open) {
                     const int fd = e->suspended_socket();

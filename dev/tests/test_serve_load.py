@@ -1,0 +1,281 @@
+#!/usr/bin/env python3
+"""`serve` under load, with clients that misbehave or go away, and its end (TRAIN_GPT names the driver)."""
+import contextlib
+import http.client
+import json
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import subprocess
+import threading
+import time
+import unittest
+
+from harness import DRIVER, TrainingTest, checkpoints, run
+
+SECONDS = float(os.environ.get("SERVE_SECONDS", 6))  # of the random load
+
+
+class Server:
+    """A running `serve`; its port and process."""
+
+    def __init__(self, *args):
+        self.process = subprocess.Popen([DRIVER, "serve", "--port", "0", *map(str, args)], stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, text=True)
+        line = self.process.stdout.readline()
+        found = re.search(r"http://[\w.]+:(\d+)", line)
+        if not found:
+            raise AssertionError(f"serve did not start: {line}{self.process.stderr.read()}")
+        self.port = int(found[1])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+    def ask(self, method, path, body=None, timeout=60, **headers):
+        """(status, headers, body)"""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        with contextlib.closing(connection):
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
+            answer = connection.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read().decode()
+
+    def complete(self, **fields):
+        status, _, body = self.ask("POST", "/v1/completions", {"model": "m", **fields})
+        return status, json.loads(body)
+
+    def stream(self, **fields):
+        """A socket on which the answer to a request for a stream comes."""
+        body = json.dumps({"model": "m", "stream": True, **fields}).encode()
+        s = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        return s
+
+    def count(self, name):
+        text = self.ask("GET", "/metrics")[2]
+        return sum(float(x) for x in re.findall(rf"^train_gpt_{name}(?:{{.*}})? (\S+)$", text, re.M))
+
+    def rss(self):
+        with open(f"/proc/{self.process.pid}/status") as file:
+            return int(re.search(r"VmRSS:\s+(\d+)", file.read())[1])
+
+
+class ServeLoad(TrainingTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        out = run("serve", "--help")
+        if out.returncode and "libmicrohttpd" in out.stderr:
+            raise unittest.SkipTest("this build has no libmicrohttpd")
+        trained = cls.train("m-run", "--model", "llama-tiny", "--layers", 1, "--channels", 32,
+                            "--heads", 2, "--ffn", 64, "--steps", 1, "--vocab-size", 257, "--lr", "1e-20",
+                            "--max-positions", 4096)
+        cls.model = os.path.join(trained, checkpoints(trained)[-1])
+
+    def server(self, *args):
+        return Server("--model", self.model, "--name", "m", "--dtype", "fp32", *args)
+
+    def eventually(self, what, seconds=20):
+        end = time.time() + seconds
+        while not what():
+            self.assertLess(time.time(), end, "it does not happen")
+            time.sleep(0.02)
+
+    def test_random_load(self):
+        """Every answer equals that of `sample`; nothing is left afterwards."""
+        kinds = []
+        for i in range(8):
+            prompt, seed, tokens, n = f"The cat {i} sees" * (1 + 3 * (i % 3)), i % 4, 3 + 7 * i, 1 + i % 2
+            options = {"top_k": 20} if i % 2 else {"temperature": 0.7, "repetition_penalty": 1.2}
+            flags = ["--top-k", 20] if i % 2 else ["--temperature", 0.7, "--repeat-penalty", 1.2]
+            done = run("sample", "--model", self.model, "--dtype", "fp32", "--prompt", prompt, "--seed", seed,
+                       "--max-tokens", tokens, "--num-samples", n, "--json", *flags)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            texts = [s["text"] for s in json.loads(done.stdout)["samples"]]
+            kinds.append(({"prompt": prompt, "seed": seed, "max_tokens": tokens, "n": n, **options}, texts))
+        wrong, answers, resident = [], [0], []
+
+        def client(number, server, end):
+            choose = random.Random(number)
+            while time.time() < end and not wrong:
+                fields, texts = choose.choice(kinds)
+                what = choose.random()
+                try:
+                    if what < 0.1:
+                        status = server.ask("POST", "/v1/completions", choose.choice(
+                            [b"{", b"[]", b"\xff\xfe", b'{"model": "m"}', b'{"model": "m", "prompt": 3}']))[0]
+                        if status != 400:
+                            wrong.append(f"malformed: {status}")
+                    elif what < 0.25:  # goes away in the middle
+                        with contextlib.closing(server.stream(**{**fields, "max_tokens": 900})) as s:
+                            s.recv(choose.choice([1, 200, 4000]))
+                    elif what < 0.6:
+                        with contextlib.closing(server.stream(**fields)) as s:
+                            got = b""
+                            while b"[DONE]" not in got:
+                                part = s.recv(65536)
+                                if not part:
+                                    break
+                                got += part
+                        parts = [""] * len(texts)
+                        for line in re.findall(rb"data: (\{.*\})", got):
+                            for choice in json.loads(line).get("choices", []):
+                                parts[choice["index"]] += choice["text"]
+                        if b" 503 " not in got and parts != texts:
+                            wrong.append(f"{fields}: {parts}, expected {texts}")
+                        answers[0] += 1
+                    else:
+                        status, answer = server.complete(**fields)
+                        if status == 200 and [c["text"] for c in answer["choices"]] != texts:
+                            wrong.append(f"{fields}: {answer}, expected {texts}")
+                        answers[0] += status == 200
+                except OSError as error:
+                    wrong.append(repr(error))
+
+        with self.server("--slots", 6, "--context", 1200, "--max-queue", 40) as server:
+            for seconds in (SECONDS / 3, SECONDS):
+                end = time.time() + seconds
+                clients = [threading.Thread(target=client, args=(i, server, end)) for i in range(32)]
+                for c in clients:
+                    c.start()
+                for c in clients:
+                    c.join()
+                self.assertEqual(wrong[:3], [])
+                self.eventually(lambda: server.count("sequences_running") + server.count("pages_in_use") == 0)
+                resident.append(server.rss())
+            self.assertEqual(server.count("sequences_waiting"), 0)
+            self.assertGreater(server.count("cancelled_total"), 0)
+            self.assertGreater(answers[0], 30)
+            self.assertLess(resident[1], 1.05 * resident[0] + 4000, "resident memory in KiB")
+
+    def test_hostile_clients(self):
+        """Idle and slow connections, large, deep and broken bodies: others are served meanwhile."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        many = min(1000, hard - 100)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, many + 100), hard))
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        with self.server("--slots", 2, "--context", 100) as server, contextlib.ExitStack() as stack:
+            def connect(sent=b""):
+                s = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+                if sent:
+                    s.sendall(sent)
+                return s
+
+            def served():
+                status, answer = server.complete(prompt="The cat", max_tokens=3, seed=1)
+                self.assertEqual(status, 200, answer)
+
+            for _ in range(many):
+                connect()
+            served()
+            slow = [connect(b"POST /v1/completions HTTP/1.1\r\nHo"),
+                    connect(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")]
+            for byte in (b"s", b"t"):
+                for s in slow:
+                    s.sendall(byte)
+                served()
+            half = connect(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+            half.shutdown(socket.SHUT_WR)
+            large = connect(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1073741824\r\n\r\n")
+            self.assertIn(b" 413 ", large.recv(4096).split(b"\r\n")[0])
+            connect(b"\x00\x01\x02 nonsense\r\n\r\n")
+            connect(b"GET /" + b"a" * 100000)
+            served()
+            for body in (b"[" * 100000, b'{"model": "m", "prompt": "\xc3\x28"}', b'{"a":' * 5000, b"", b"null",
+                         b'{"model": "m", "prompt": "a", "prompt": "b", "temperature": 1e999}'):
+                status, _, answer = server.ask("POST", "/v1/completions", body)
+                self.assertEqual(status, 400, answer)
+                self.assertIn("message", json.loads(answer)["error"])
+            chunked = connect(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+                              b"10\r\n{\"prompt\": \"abc\"\r\n1\r\n}\r\n0\r\n\r\n")
+            self.assertIn(b" 200 ", chunked.recv(4096).split(b"\r\n")[0])
+            served()
+            self.assertEqual(server.count("pages_in_use"), 0)
+
+    def test_a_client_that_goes_away(self):
+        with self.server("--slots", 2, "--context", 4000) as server:
+            def running():
+                return server.count("sequences_running")
+            streams = [server.stream(prompt=text, max_tokens=3900, ignore_eos=True) for text in "abc"]
+            self.eventually(lambda: running() == 2 and server.count("sequences_waiting") == 1)
+            for s in streams[::-1]:  # first the one that waits
+                s.close()
+            self.eventually(lambda: running() == 0 and server.count("pages_in_use") == 0)
+            body = json.dumps({"model": "m", "prompt": "a", "max_tokens": 3900, "ignore_eos": True}).encode()
+            s = socket.create_connection(("127.0.0.1", server.port))
+            s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+                      % len(body) + body)
+            self.eventually(lambda: running() == 1)
+            s.close()
+            self.eventually(lambda: running() == 0)
+            self.assertEqual(server.count("cancelled_total"), 4)
+
+    def test_a_full_queue(self):
+        with self.server("--slots", 1, "--context", 4000, "--max-queue", 1) as server:
+            streams = [server.stream(prompt="a", max_tokens=3900, ignore_eos=True) for _ in range(2)]
+            self.eventually(lambda: server.count("sequences_waiting") == 1)
+            status, headers, body = server.ask("POST", "/v1/completions", {"model": "m", "prompt": "a"})
+            self.assertEqual((status, headers["Retry-After"]), (503, "1"), body)
+            for s in streams:
+                s.close()
+            self.eventually(lambda: server.complete(prompt="a", max_tokens=2)[0] == 200)
+
+    def test_who_may_ask(self):
+        keys = os.path.join(self.top, "keys")
+        with open(keys, "w") as file:
+            file.write("alpha\n\nbeta \n")
+        with self.server("--context", 100, "--api-key-file", keys, "--cors-origin", "https://a.example") as server:
+            def status(path="/v1/models", method="GET", **headers):
+                return server.ask(method, path, **headers)[0]
+            self.assertEqual((status("/"), status("/health"), status(), status("/metrics")), (200, 200, 401, 401))
+            for key, expected in (("alpha", 200), ("beta", 200), ("alph", 401), ("alphaa", 401), ("", 401)):
+                self.assertEqual(status(Authorization=f"Bearer {key}"), expected, key)
+            self.assertEqual(status(Authorization="alpha"), 401)
+            good = {"Authorization": "Bearer beta"}
+            self.assertEqual(status(Origin="https://a.example", **good), 200)
+            self.assertEqual(status(Origin="https://b.example", **good), 403)
+            answer = server.ask("OPTIONS", "/v1/models", Origin="https://a.example")
+            self.assertEqual((answer[0], answer[1]["Access-Control-Allow-Origin"]), (204, "https://a.example"))
+        with self.server("--context", 100) as server:
+            self.assertEqual(server.ask("GET", "/v1/models", Host="evil.example")[0], 403)
+            for host in ("localhost", "127.0.0.1:80", "[::1]:8080", "10.1.2.3"):
+                self.assertEqual(server.ask("GET", "/v1/models", Host=host)[0], 200, host)
+            taken = subprocess.run([DRIVER, "serve", "--model", self.model, "--dtype", "fp32", "--context", "100",
+                                    "--port", str(server.port)], capture_output=True, text=True)
+            self.assertEqual((taken.returncode, taken.stderr.count("\n")), (1, 1), taken.stderr)
+            self.assertIn(f"port {server.port} of 127.0.0.1: Address already in use", taken.stderr)
+
+    def test_the_end(self):
+        """SIGTERM: the running request ends, new ones are refused; with no time left its stream has an error."""
+        def rest(s):
+            got = b""
+            while part := s.recv(65536):
+                got += part
+                if b"[DONE]" in got or b'"error"' in got:
+                    break
+            return got
+        with self.server("--context", 4000) as server:
+            s = server.stream(prompt="a", max_tokens=1500, ignore_eos=True)
+            self.eventually(lambda: server.count("sequences_running") == 1)
+            server.process.send_signal(signal.SIGTERM)
+            self.eventually(lambda: server.complete(prompt="a", max_tokens=1)[0] == 503)
+            self.assertIn(b"[DONE]", rest(s))
+            self.assertEqual(server.process.wait(20), 0)
+        with self.server("--context", 4000, "--drain-timeout", 0.1) as server:
+            s = server.stream(prompt="a", max_tokens=3900, ignore_eos=True)
+            self.eventually(lambda: server.count("sequences_running") == 1)
+            server.process.send_signal(signal.SIGTERM)
+            got = rest(s)
+            self.assertIn(b"the server is stopping", got)
+            self.assertEqual(server.process.wait(20), 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
