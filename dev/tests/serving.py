@@ -1,14 +1,15 @@
 """What tests of the server share: a model with a chat template, and `train_gpt serve` as a process."""
+import contextlib
 import http.client
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import threading
+import unittest
 
-from harness import DRIVER, ENVIRONMENT, TrainingTest, checkpoints, tokenize
+from harness import DRIVER, ENVIRONMENT, TrainingTest, checkpoints, run, tokenize
 
 TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
@@ -24,6 +25,7 @@ class ChatModelTest(TrainingTest):
 
     @classmethod
     def setUpClass(cls):
+        needs_serve()
         super().setUpClass()
         base = checkpoint(cls.train("base", "--model", "gpt2-tiny", "--layers", 2, "--channels", 32, "--heads", 2,
                                     "--max-positions", 256, "--vocab-size", 300, "--steps", 20))
@@ -52,8 +54,14 @@ class ChatModelTest(TrainingTest):
             file.write(TEMPLATE)
 
 
+def needs_serve():
+    """Skips a test of a build without the HTTP library."""
+    if "libmicrohttpd" in run("serve", "--help").stderr:
+        raise unittest.SkipTest("this build has no libmicrohttpd")
+
+
 class Server:
-    """The server as a process, once it says where it listens."""
+    """The server as a process, once it says where it listens. `with` ends it."""
 
     def __init__(self, *args):
         command = [DRIVER, "serve", "--port", "0", *map(str, args)]
@@ -61,52 +69,50 @@ class Server:
                                         stderr=subprocess.STDOUT, text=True,
                                         env={**ENVIRONMENT, "OMP_WAIT_POLICY": "passive"})
         self.lines = []
-        self.port = 0
         for line in self.process.stdout:
             self.lines.append(line)
             found = re.search(r"^serving .* at http://\S+:(\d+)", line)
             if found:
-                self.port = int(found[1])
                 break
-        if not self.port:
+        else:
+            self.process.communicate()
             raise AssertionError(f"{command} ended: {''.join(self.lines)}")
+        self.port = int(found[1])
         self.url = f"http://127.0.0.1:{self.port}"
         # A pipe that nobody reads would stop the server.
-        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True)
+        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout))
         self.reader.start()
 
-    def stop(self, how=signal.SIGTERM):
-        """Ends it. Returns its status and what it printed."""
-        if self.process.poll() is None:
-            self.process.send_signal(how)
-        try:
-            status = self.process.wait(60)
-        finally:
-            self.process.kill()
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.printed()
+
+    def printed(self):
+        """What it has printed, once it has ended."""
+        self.process.wait(60)
         self.reader.join()
         self.process.stdout.close()
-        return status, "".join(self.lines)
+        return "".join(self.lines)
 
-    def request(self, method, path, body=None, **headers):
-        """(status, headers, body) of a request whose body may be wrong."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.request(method, path, body, headers)
+    def ask(self, method, path, body=None, timeout=60, **headers):
+        """(status, headers, body) of a request that may be wrong. A body of text or bytes is sent as it is."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        with contextlib.closing(connection):
+            data = body if body is None or isinstance(body, (str, bytes)) else json.dumps(body)
+            connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
             response = connection.getresponse()
-            return response.status, response.headers, response.read()
-        finally:
-            connection.close()
-
-    def get(self, path, **headers):
-        return self.request("GET", path, **headers)
+            return response.status, response.headers, response.read().decode()
 
     def post(self, path, value, **headers):
-        """(status, JSON) of a request with a value as JSON."""
-        headers["Content-Type"] = "application/json"
-        status, _, body = self.request("POST", path, json.dumps(value), **headers)
+        """(status, JSON)"""
+        status, _, body = self.ask("POST", path, value, **headers)
         return status, json.loads(body)
 
     def metrics(self):
-        """{name with labels: value}"""
-        lines = self.get("/metrics")[2].decode().splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+        """{name and labels: value}, without the prefix train_gpt_."""
+        lines = self.ask("GET", "/metrics")[2].splitlines()
+        values = (line.removeprefix("train_gpt_").rsplit(" ", 1) for line in lines if line[0] != "#")
+        return {name: float(value) for name, value in values}

@@ -172,7 +172,7 @@ class ServedPageTest(BrowserTest, ChatModelTest):
 
     def test_served_page(self):
         server = Server("--model", self.model, "--context", 250)
-        self.addCleanup(server.stop)
+        self.addCleanup(server.__exit__)
         self.url = server.url
         self.open()
         self.set_field("temperature", "0")
@@ -190,7 +190,7 @@ class ServedPageTest(BrowserTest, ChatModelTest):
         self.the("new").click()
         os.remove(os.path.join(self.model, "chat_template.jinja"))
         base = Server("--model", self.model, "--context", 250)
-        self.addCleanup(base.stop)
+        self.addCleanup(base.__exit__)
         self.url = base.url
         self.open()
         self.ask("<|im_start|>")
