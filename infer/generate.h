@@ -75,6 +75,8 @@ struct Request {
     std::vector<int32_t> context;  // the tokens in the context window: prompt and completion so far. After the end the
                                    // cache holds at most engine.length() tokens of context followed by `end`
     int32_t end = -1;              // the token that ended the completion and is not part of it; -1: none
+    float end_logprob = 0;         // its, and the most likely tokens in its place
+    std::vector<TokenLogprob> end_top_logprobs = {};
     int64_t name_space = 0;        // requests of another one do not share pages with it (Engine::remember)
     int32_t adapter = -1;          // as in Prompt; nor do requests that use another one
     // As in Prompt.

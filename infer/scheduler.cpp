@@ -291,13 +291,18 @@ void Scheduler::read_step() {
             r->prompt_token_logprobs = s.prompt_logprobs[i];
             r->prompt_token_top_logprobs = s.prompt_top_logprobs[i];
         }
-        const bool ended = r->completion->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i], s.top_logprobs[i]);
+        const float logprob = s.logprobs.empty() ? 0 : s.logprobs[i];
+        const bool ended = r->completion->add(s.tokens[i], logprob, s.top_logprobs[i]);
         const bool appended = r->completion->tokens().size() > before;
         statistics.completion_tokens += appended;
         if (appended) r->context.push_back(s.tokens[i]);
         if (appended && on_token) on_token(*r);
         if (!ended) continue;
-        if (!appended) r->end = s.tokens[i];
+        if (!appended) {
+            r->end = s.tokens[i];
+            r->end_logprob = logprob;
+            r->end_top_logprobs = s.top_logprobs[i];
+        }
         finish(slot);
     }
     if (decoding && !engine.pending()) {

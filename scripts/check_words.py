@@ -42,7 +42,7 @@ WORDS = [
     (r"at moments\b", "in phases"),
 ]
 PATTERNS = [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead in WORDS]
-SUFFIXES = (".cu", ".cuh", ".cpp", ".h", ".c", ".py", ".sh", ".md", ".txt", ".toml", "Makefile")
+SUFFIXES = (".cu", ".cuh", ".cpp", ".h", ".c", ".html", ".py", ".sh", ".md", ".txt", ".toml", "Makefile")
 EXCEPT = ("dev/fixtures/", "scripts/check_words.py", "scripts/test_check_words.py")
 
 

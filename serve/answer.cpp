@@ -90,6 +90,7 @@ std::string Answer::head(const char* object) const {
 
 std::string Answer::finish_of(const Sequence& s) const {
     if (!s.ended) return "null";
+    if (call.most_tokens(model, s.prompt_index) == 0) return "\"length\"";  // whatever token was sampled
     const std::string reason = s.text->finish();
     return reason == "eos" || reason == "stop" ? "\"stop\"" : "\"length\"";
 }
@@ -130,6 +131,9 @@ std::string Answer::logprobs_of(Sequence& s, size_t first, size_t last, bool wit
     }
     for (size_t i = first; i < last; i++)
         entries.push_back({s.text->tokens()[i], &s.text->logprobs()[i], &s.text->top_logprobs()[i], {}});
+    // lm-evaluation-harness takes the last entry for the one token that it has sampled, also where that is an end token.
+    if (!call.chat && s.ended && s.end >= 0 && call.most_tokens(model, s.prompt_index) > 0)
+        entries.push_back({s.end, &s.end_logprob, &s.end_top_logprobs, {}});
     const auto text_of = [&](int32_t token) {
         return model.tokenizer.contains(token) ? model.tokenizer.decode(token) : std::string();
     };

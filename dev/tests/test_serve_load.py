@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """`serve` under load, with clients that misbehave or go away, and its end (TRAIN_GPT names the driver)."""
 import contextlib
-import http.client
 import json
 import os
 import random
@@ -14,42 +13,15 @@ import threading
 import time
 import unittest
 
-from harness import DRIVER, TrainingTest, checkpoints, run
+from harness import DRIVER, TrainingTest, run
+from serving import Server, checkpoint, needs_serve
 
 SECONDS = float(os.environ.get("SERVE_SECONDS", 6))  # of the random load
 
 
-class Server:
-    """A running `serve`; its port and process."""
-
-    def __init__(self, *args):
-        self.process = subprocess.Popen([DRIVER, "serve", "--port", "0", *map(str, args)], stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, text=True)
-        line = self.process.stdout.readline()
-        found = re.search(r"http://[\w.]+:(\d+)", line)
-        if not found:
-            raise AssertionError(f"serve did not start: {line}{self.process.stderr.read()}")
-        self.port = int(found[1])
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.communicate()
-
-    def ask(self, method, path, body=None, timeout=60, **headers):
-        """(status, headers, body)"""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
-        with contextlib.closing(connection):
-            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
-            answer = connection.getresponse()
-            return answer.status, dict(answer.getheaders()), answer.read().decode()
-
+class LoadedServer(Server):
     def complete(self, **fields):
-        status, _, body = self.ask("POST", "/v1/completions", {"model": "m", **fields})
-        return status, json.loads(body)
+        return self.post("/v1/completions", {"model": "m", **fields})
 
     def stream(self, **fields):
         """A socket on which the answer to a request for a stream comes."""
@@ -59,8 +31,7 @@ class Server:
         return s
 
     def count(self, name):
-        text = self.ask("GET", "/metrics")[2]
-        return sum(float(x) for x in re.findall(rf"^train_gpt_{name}(?:{{.*}})? (\S+)$", text, re.M))
+        return self.metrics()[name]
 
     def rss(self):
         with open(f"/proc/{self.process.pid}/status") as file:
@@ -70,17 +41,15 @@ class Server:
 class ServeLoad(TrainingTest):
     @classmethod
     def setUpClass(cls):
+        needs_serve()
         super().setUpClass()
-        out = run("serve", "--help")
-        if out.returncode and "libmicrohttpd" in out.stderr:
-            raise unittest.SkipTest("this build has no libmicrohttpd")
         trained = cls.train("m-run", "--model", "llama-tiny", "--layers", 1, "--channels", 32,
                             "--heads", 2, "--ffn", 64, "--steps", 1, "--vocab-size", 257, "--lr", "1e-20",
                             "--max-positions", 4096)
-        cls.model = os.path.join(trained, checkpoints(trained)[-1])
+        cls.model = checkpoint(trained)
 
     def server(self, *args):
-        return Server("--model", self.model, "--name", "m", "--dtype", "fp32", *args)
+        return LoadedServer("--model", self.model, "--name", "m", "--dtype", "fp32", *args)
 
     def eventually(self, what, seconds=20):
         end = time.time() + seconds
@@ -237,14 +206,23 @@ class ServeLoad(TrainingTest):
             self.assertEqual((status("/"), status("/health"), status(), status("/metrics")), (200, 200, 401, 401))
             for key, expected in (("alpha", 200), ("beta", 200), ("alph", 401), ("alphaa", 401), ("", 401)):
                 self.assertEqual(status(Authorization=f"Bearer {key}"), expected, key)
+            self.assertEqual(server.post("/tokenize", {})[1]["error"]["type"], "authentication_error")
             self.assertEqual(status(Authorization="alpha"), 401)
             good = {"Authorization": "Bearer beta"}
             self.assertEqual(status(Origin="https://a.example", **good), 200)
             self.assertEqual(status(Origin="https://b.example", **good), 403)
             answer = server.ask("OPTIONS", "/v1/models", Origin="https://a.example")
             self.assertEqual((answer[0], answer[1]["Access-Control-Allow-Origin"]), (204, "https://a.example"))
+            server.process.send_signal(signal.SIGTERM)
+            printed = server.printed()
+            self.assertNotIn("alpha", printed)
+            self.assertNotIn("beta", printed)
         with self.server("--context", 100) as server:
-            self.assertEqual(server.ask("GET", "/v1/models", Host="evil.example")[0], 403)
+            for path in "/v1/models", "/", "/metrics":
+                self.assertEqual(server.ask("GET", path, Host="evil.example:80")[0], 403, path)
+                self.assertEqual(server.ask("GET", path, Origin="null")[0], 403, path)
+            own = server.ask("GET", "/v1/models", Origin=server.url)
+            self.assertEqual((own[0], own[1]["Access-Control-Allow-Origin"]), (200, None))
             for host in ("localhost", "127.0.0.1:80", "[::1]:8080", "10.1.2.3"):
                 self.assertEqual(server.ask("GET", "/v1/models", Host=host)[0], 200, host)
             taken = subprocess.run([DRIVER, "serve", "--model", self.model, "--dtype", "fp32", "--context", "100",
