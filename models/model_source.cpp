@@ -127,7 +127,7 @@ ModelSource find_model(const std::string& name, const std::string& base) {
 }
 
 void refuse_packed(const ModelSource& source, const std::string& what) {
-    require(!source.packing, source.directory, ": its weights are packed (", PACKING_NAMES[size_t(*source.packing)],
+    require(!source.packing, source.directory, ": its weights are packed (", packing_name(*source.packing),
             "), for inference alone; for ", what, " name the model that it was converted from");
 }
 
