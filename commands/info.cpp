@@ -164,7 +164,7 @@ ordered_json model_info(const std::string& path) {
     add_trainer(info, source.directory, path);
     // Both are loaded as far as their files say whether they are valid.
     info["weights"] = holds_weights(source.directory);
-    if (source.packing) info["packing"] = PACKING_NAMES[size_t(*source.packing)];
+    if (source.packing) info["packing"] = packing_name(*source.packing);
     if (info["weights"]) StoredWeights(source.directory, parameter_table(source.config, 1), source.packing);
     const std::string tokenizer = join_path(source.directory, "tokenizer.json");
     info["tokenizer"] = path_exists(tokenizer);

@@ -112,7 +112,7 @@ void run_sample(const Args& args) {
     job.policy = o.policy;
     job.policy.check(engine_options.context, longest);
     engine_options.dtype = o.model.type();
-    engine_options.packing = packing_of(source, o.model.weights);
+    engine_options.packing = generation_packing(source, o.model.weights, o.model.type());
     engine_options.sampling = sampling_options(o.sampling, source, args);
     engine_options.sampled_vocab = sampled_vocab(source.config, tokenizer.get());
     engine_options.batch_invariant = o.batch_invariant;

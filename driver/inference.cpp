@@ -7,6 +7,7 @@
 #include "runtime/device/convert_dtype.h"
 #include "runtime/files/checkpoint_directory.h"
 #include "runtime/model/initialise.h"
+#include "runtime/model/packed_params.h"
 
 namespace {
 
@@ -28,7 +29,7 @@ EngineOptions with_adapters(EngineOptions options, const std::vector<LoraAdapter
 void load_inference_weights(const ModelSource& source, const Model& model) {
     if (model.packed) {
         std::cerr << model.packed->note(model.table);
-        model.packed->load(source, model.table);
+        std::cerr << model.packed->load(source, model.table);
     }
     std::cerr << load_weights(source, model.table, model.arenas);
 }
@@ -84,6 +85,18 @@ std::optional<Packing> packing_of(const ModelSource& source, const std::string& 
     const Packing packing = enum_of<Packing>(PACKING_NAMES, weights);
     if (source.packing && *source.packing != packing) refuse_packed(source, "--weights " + weights);
     return packing;
+}
+
+std::optional<Packing> generation_packing(const ModelSource& source, const std::string& weights, DType dtype) {
+    const std::optional<Packing> packing = packing_of(source, weights);
+    const bool floats = !packing && !source.directory.empty() && source.adapter.empty();
+    if (!floats || backend_device() != Device::CPU || dtype != DType::F32) return packing;
+    const ParamTable table = parameter_table(source.config, 1);
+    const WeightSource stored = open_weight_source(source, table);
+    for (const Param& p : table.params)
+        for (const SourceTensor& tensor : p.sources)
+            if (packs(p, Packing::Bf16) && stored.dtype(p, tensor) != DType::BF16) return {};
+    return Packing::Bf16;
 }
 
 InferenceWeights inference_weights(const Model& model) {

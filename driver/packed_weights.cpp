@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "runtime/files/non_finite.h"
 #include "runtime/files/weight_files.h"
 #include "runtime/model/initialise.h"
 #include "runtime/model/packed_params.h"
@@ -30,13 +31,13 @@ void quantise_rows(const PackedWeight& rows, const Param& p, int64_t row, const 
     packed_quantise(rows, host_tensor(values, {rows.rows.shape[0], p.cols}));
     const int64_t bad = packed_bad_row(rows);
     require(bad < 0, where, ": tensor ", tensor_of(p, row + bad), ": row ", row + bad,
-            " has weights that are not finite, or too large for a scale of ", PACKING_NAMES[size_t(rows.packing)],
+            " has weights that are not finite, or too large for a scale of ", packing_name(rows.packing),
             "; check the weights, or use --weights model");
 }
 
 PackedWeights::PackedWeights(const ParamTable& table, Packing how) : packing(how) {
     for (const Param& p : table.params) {
-        if (!packs(p)) continue;
+        if (!packs(p, packing)) continue;
         matrices[p.index] = {packing, p.cols, {}};
         plan.add(p.name, DType::U8, {p.padded_rows, packed_row_bytes(packing, p.cols)}, 0, 0);
     }
@@ -44,7 +45,7 @@ PackedWeights::PackedWeights(const ParamTable& table, Packing how) : packing(how
 }
 
 std::vector<int64_t> PackedWeights::other_starts(const ParamTable& table) const {
-    return packed_starts(table, 0, 1, [](const Param& p) { return !packs(p); });
+    return packed_starts(table, 0, 1, [this](const Param& p) { return !packs(p, packing); });
 }
 
 void PackedWeights::allocate() {
@@ -79,24 +80,32 @@ void PackedWeights::fill_blocks(const Param& p, Fill fill) const {
     }
 }
 
-void PackedWeights::load(const ModelSource& source, const ParamTable& table) const {
-    if (source.packing) return read(StoredWeights(source.directory, table, packing), source.directory, table);
+std::string PackedWeights::load(const ModelSource& source, const ParamTable& table) const {
+    if (source.packing) {
+        read(StoredWeights(source.directory, table, packing), source.directory, table);
+        return "";
+    }
     const WeightSource weights = open_weight_source(source, table);
+    NonFiniteTensors non_finite;
     std::vector<float> buffer;
     for (const Param& p : table.params) {
-        if (!packs(p)) continue;
+        if (!packs(p, packing)) continue;
+        bool finite = true;
         const float* const whole = weights.fetch_rows ? nullptr : weights.fetch(p, buffer);
         fill_blocks(p, [&](const PackedWeight& rows, int64_t row) {
             const float* const values =
                 whole ? whole + row * p.cols : weights.fetch_rows(p, row, rows.rows.shape[0], buffer);
             quantise_rows(rows, p, row, values, source.directory);
+            finite &= packing != Packing::Bf16 || all_finite(values, rows.rows.shape[0] * p.cols);
         });
+        if (!finite) non_finite.add(p.sources.empty() ? p.name : p.sources[0].name);
     }
+    return non_finite.warning(source.directory);
 }
 
 void PackedWeights::read(const StoredWeights& stored, const std::string& where, const ParamTable& table) const {
     for (const Param& p : table.params) {
-        if (!packs(p)) continue;
+        if (!packs(p, packing)) continue;
         const std::vector<StoredWeights::Tensor> tensors = stored.tensors(p);
         fill_blocks(p, [&](const PackedWeight& rows, int64_t row) {
             const int64_t bytes = rows.rows.shape[1], begin = row * bytes, end_of_rows = begin + rows.rows.bytes();
@@ -117,7 +126,7 @@ void PackedWeights::read(const StoredWeights& stored, const std::string& where, 
 void PackedWeights::randomise(const ParamTable& table, uint64_t seed) const {
     std::vector<float> values;
     for (const Param& p : table.params) {
-        if (!packs(p)) continue;
+        if (!packs(p, packing)) continue;
         fill_blocks(p, [&](const PackedWeight& rows, int64_t row) {
             values.resize(size_t(rows.rows.shape[0] * p.cols));
             initial_values(values.data(), p, seed, row * p.cols, int64_t(values.size()));
@@ -129,8 +138,8 @@ void PackedWeights::randomise(const ParamTable& table, uint64_t seed) const {
 std::string PackedWeights::note(const ParamTable& table) const {
     std::string names;
     for (const Param& p : table.params)
-        if (may_pack(p) && !packs(p)) names += str(names.empty() ? "" : ", ", p.name, " (", p.cols, ")");
+        if (may_pack(p) && !packs(p, packing)) names += str(names.empty() ? "" : ", ", p.name, " (", p.cols, ")");
     if (names.empty()) return "";
-    return str("--weights ", name(), ": ", PACKED_GROUP, " does not divide the rows of ", names,
+    return str("--weights ", packing_name(packing), ": ", PACKED_GROUP, " does not divide the rows of ", names,
                ", which stay as they are\n");
 }

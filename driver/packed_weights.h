@@ -28,15 +28,15 @@ class PackedWeights {
     std::vector<int64_t> other_starts(const ParamTable& table) const;
 
     const Packing packing;
-    std::string name() const { return PACKING_NAMES[size_t(packing)]; }
     int64_t bytes() const { return plan.bytes(); }
     void allocate();
 
     // Null where the parameter is not packed. Without memory before allocate().
     const PackedWeight* find(const Param& p) const;
 
-    // Reads the packed matrices of a model.
-    void load(const ModelSource& source, const ParamTable& table) const;
+    // Reads the packed matrices of a model. Returns load_weights()' warning about values that are not finite, which
+    // Bf16 alone may have.
+    std::string load(const ModelSource& source, const ParamTable& table) const;
     // Random weights, as initialise_weights() makes them.
     void randomise(const ParamTable& table, uint64_t seed) const;
 

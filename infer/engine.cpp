@@ -30,11 +30,11 @@ void set_bit(std::vector<int32_t>& bits, int32_t token) {
 
 // The first model option that the fused decode step does not support; null: it supports all of them.
 const char* unfused_model_option(const ModelConfig& c, std::optional<Packing> packing) {
-    const bool all_packed = can_pack(c.channels) && can_pack(c.heads * c.head_size) && can_pack(c.ffn);
+    const auto packed = [&](int64_t inputs) { return can_pack(*packing, inputs); };
     return c.has_linear_attention()        ? "--attention linear"
            : c.norm_after                  ? "--norm-placement after"
            : c.qk_norm == QkNorm::AllHeads ? "--qk-norm all-heads"
-           : packing && !all_packed        ? "--weights where some matrices are not packed"
+           : packing && !(packed(c.channels) && packed(c.heads * c.head_size) && packed(c.ffn))        ? "--weights where some matrices are not packed"
                                            : nullptr;
 }
 

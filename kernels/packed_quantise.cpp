@@ -100,7 +100,12 @@ MULTIARCH void quantise_int4(uint8_t* row, const float* x, int64_t C) {
     }
 }
 
+void round_bf16(uint8_t* row, const float* x, int64_t C) {
+    convert_from_float(row, DType::BF16, x, C);
+}
+
 bool bad_row(const PackedWeight& w, const uint8_t* row) {
+    if (w.packing == Packing::Bf16) return false;
     const int64_t codes = packed_code_bytes(w.packing, w.cols);
     if (w.packing == Packing::Fp8) {
         float scale;
@@ -124,7 +129,8 @@ void packed_quantise(const PackedWeight& out, Tensor inp) {
     check_packed("packed_quantise", out, OC, C);
     const auto quantise = out.packing == Packing::Fp8    ? quantise_fp8
                           : out.packing == Packing::Int8 ? quantise_int8
-                                                         : quantise_int4;
+                          : out.packing == Packing::Int4 ? quantise_int4
+                                                         : round_bf16;
 #pragma omp parallel for schedule(static)
     for (int64_t o = 0; o < OC; o++) {
         uint8_t* const row = out.rows.as<uint8_t>() + o * bytes;

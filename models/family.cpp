@@ -156,7 +156,7 @@ std::optional<Packing> packing_from_json(const json& object, const std::string& 
 }
 
 void add_packing(json& object, Packing packing) {
-    object[QUANTIZATION] = {{"quant_method", PACKED_METHOD}, {"weights", PACKING_NAMES[size_t(packing)]}};
+    object[QUANTIZATION] = {{"quant_method", PACKED_METHOD}, {"weights", packing_name(packing)}};
 }
 
 json config_to_json(const ModelConfig& c, const json& original) {

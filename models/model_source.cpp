@@ -148,7 +148,7 @@ std::vector<LoraAdapter> read_adapters(const ModelSource& source, const ParamTab
 }
 
 void refuse_packed(const ModelSource& source, const std::string& what) {
-    require(!source.packing, source.directory, ": its weights are packed (", PACKING_NAMES[size_t(*source.packing)],
+    require(!source.packing, source.directory, ": its weights are packed (", packing_name(*source.packing),
             "), for inference alone; for ", what, " name the model that it was converted from");
 }
 

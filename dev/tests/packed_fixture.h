@@ -13,7 +13,7 @@
 constexpr Packing ALL_PACKINGS[] = {Packing::Fp8, Packing::Int8, Packing::Int4};
 
 inline const char* name_of(Packing packing) {
-    return PACKING_NAMES[size_t(packing)];
+    return packing_name(packing);
 }
 
 class HostPacked {
@@ -36,6 +36,7 @@ class HostPacked {
     const uint8_t* row(int64_t o) const { return bytes.data() + o * row_bytes; }
 
     double scale(int64_t o, int64_t c) const {
+        if (packing == Packing::Bf16) return 1;
         const uint8_t* const scales = row(o) + packed_code_bytes(packing, C);
         if (packing == Packing::Fp8) {
             float s;
@@ -49,6 +50,11 @@ class HostPacked {
     double code(int64_t o, int64_t c) const {
         if (packing == Packing::Fp8) return fp8_decode(row(o)[c], Fp8Format::E4M3);
         if (packing == Packing::Int8) return int8_t(row(o)[c]);
+        if (packing == Packing::Bf16) {
+            bf16 code;
+            std::memcpy(&code, row(o) + 2 * c, sizeof code);
+            return to_float(code);
+        }
         const int64_t i = c % PACKED_GROUP;
         const uint8_t pair = row(o)[c / PACKED_GROUP * 16 + i % 16];
         return (i < 16 ? pair & 15 : pair >> 4) - 8;

@@ -485,6 +485,18 @@ TEST_P(Linear, PackedRowsAreIndependent) {
 }
 
 #ifndef USE_CUDA
+// Weights in bf16 give the bits of their copy in fp32. Any length of rows.
+TEST(PackedLinear, Bf16HasTheBitsOfItsCopyInFp32) {
+    for (const int64_t N : {1, 2, 9})
+        for (const auto& [C, OC] : {std::pair<int64_t, int64_t>{1, 5}, {15, 7}, {100, 50}, {576, 97}, {1000, 3}}) {
+            const PackedArrays a({Packing::Bf16, N, C, OC, true, true}, DType::F32);
+            const TestArray copy = TestArray::of(a.host.decoded(), {OC, C}), out = TestArray::poisoned({N, OC});
+            linear({out, Activation::None, a.residual}, a.inp, {}, {copy, a.bias},
+                   TestArray::scratch(linear_scratch(N, C, OC, DType::F32)), false, stream());
+            expect_same_bits(str("N ", N, " C ", C).c_str(), a.run(DType::F32), out.fetch());
+        }
+}
+
 // Every instruction set that this CPU has gives the same bits.
 TEST(PackedLinear, BitsDoNotDependOnTheInstructions) {
     int tried = 0;

@@ -197,6 +197,21 @@ class PackedModelsTest(TrainingTest):
         V = (read_json(stored, "config.json")["vocab_size"] + 127) // 128 * 128
         self.assertEqual(plans[0]["int4 weights"], 48 * (2 * V + 2 * (64 + 64 + 64 + 160)))
 
+    def test_a_directory_in_bf16_generates_without_a_copy_in_fp32(self):
+        if cuda():
+            self.skipTest("a GPU computes in bf16")
+        for model in (self.gpt2, self.llama):
+            bf16, fp32 = self.path("bf16"), self.path("fp32")
+            self.output("convert", model, bf16, "--dtype", "bf16")
+            self.output("convert", bf16, fp32, "--dtype", "fp32")
+            sample = ["--prompt", "The owl sees", "--max-tokens", 20, "--num-samples", 2, "--logprobs"]
+            self.assertEqual(*(self.output("sample", "--model", x, *sample).stdout for x in (bf16, fp32)))
+            plan = [json.loads(self.output("plan", "--model", x, "--generate", "--seq-len", 32, "--json").stdout)["bytes"] for x in (bf16, fp32)]
+            self.assertIn("bf16 weights", plan[0])
+            self.assertLess(plan[0]["bf16 weights"] + plan[0]["weights"], 0.65 * plan[1]["weights"])
+            for x in (bf16, fp32):
+                shutil.rmtree(x)
+
     def test_what_needs_other_weights_is_refused(self):
         stored = self.packed(self.gpt2, "int8")
         packed = "its weights are packed (int8), for inference alone"

@@ -53,5 +53,7 @@ inline void dequantise_row(float* out, const PackedWeight& weight, int64_t o) {
                 }
             }
             return;
+        case Packing::Bf16:
+            return convert_to_float(out, row, DType::BF16, C);
     }
 }

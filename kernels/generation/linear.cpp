@@ -1,7 +1,7 @@
 // A GEMM of dot products in registers: tiles of NB rows of inp and OB rows of weight, both read along c in place,
 // without packing. A single row streams the weights from memory, whose bandwidth limits it; several rows reuse them
 // from the caches. Every output is the sum of the same 16 partial sums in the same order, whatever the tile.
-// Weights W are fp32, or E4M3 codes that are converted in registers. packed_linear.h has those with integer sums.
+// Weights W are fp32, or bf16 or E4M3 codes that are converted in registers: the same bits as from an fp32 copy. packed_linear.h has those with integer sums.
 #include "kernels/generation/linear.h"
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include "kernels/cpu/cpu_tile.h"
 #include "kernels/generation/linear_check.h"
 #include "kernels/generation/packed_linear.h"
+#include "runtime/device/convert_dtype.h"
 
 namespace {
 
@@ -21,14 +22,16 @@ struct Output {
     int64_t stride, residual_stride;
 };
 
-// For a single row of inp, weights are prefetched this many bytes ahead as one stream, which is faster than OB streams
-// of a row each. 2 to 3 KiB is what memory delivers to a core within one latency; more is slower.
-constexpr int64_t AHEAD = 3072;
-
 // A code of Packing::Fp8. Its row's scale follows the C codes.
 struct E4M3 {
     int8_t code;
 };
+
+// For a single row of inp, weights are prefetched this many bytes ahead as one stream, which is faster than OB streams
+// of a row each. For fp32 2 to 3 KiB is what memory delivers to a core within one latency; more is slower. Codes take
+// more time a byte.
+template <typename W>
+constexpr int64_t AHEAD = std::is_same_v<W, E4M3> ? 8192 : 3072;
 
 // Weights as fp32. A code's exponent and mantissa become those of a float, whose bias is larger by 120; subnormal codes
 // are right too.
@@ -47,6 +50,28 @@ ALWAYS_INLINE V load_weights(const E4M3* w) {
     return scaled * 0x1p120f;
 }
 
+template <typename V>
+ALWAYS_INLINE V load_weights(const bf16* w) {
+    uint32_t bits[WIDTH<V>];
+    for (int64_t i = 0; i < WIDTH<V>; i++) bits[i] = uint32_t(w[i].bits) << 16;
+    V values;
+    std::memcpy(&values, bits, sizeof values);
+    return values;
+}
+
+// The last n < 16 weights of a row; 0 in the other lanes.
+ALWAYS_INLINE vec16 load_last_weights(const float* w, int64_t n) {
+    return vec_load_partial(w, n);
+}
+ALWAYS_INLINE vec16 load_last_weights(const bf16* w, int64_t n) {
+    float values[16] = {};
+    for (int64_t i = 0; i < n; i++) values[i] = to_float(w[i]);
+    return vec_load(values);
+}
+ALWAYS_INLINE vec16 load_last_weights(const E4M3*, int64_t) {
+    return vec16{};  // 32 divides the length of its rows
+}
+
 // The 16 partial sums are one vec16 with AVX-512, two vec8 with AVX2 (kernels/cpu/cpu_tile.h). ldw: bytes.
 template <typename V, int NB, int OB, typename W>
 ALWAYS_INLINE void tile(const Output& to, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t C) {
@@ -57,9 +82,11 @@ ALWAYS_INLINE void tile(const Output& to, const float* x, int64_t ldx, const W* 
     V sum[NB][OB][PARTS] = {};
     int64_t c = 0;
     for (; c + 16 <= C; c += 16) {
-        if constexpr (NB == 1) {  // in the order of addresses, where the rows follow each other without gaps
+        constexpr int64_t LINE = 64 / sizeof(W);
+        if (NB == 1 && c % LINE == 0) {  // in the order of addresses, where the rows follow each other without gaps
 #pragma GCC unroll 4
-            for (int o = 0; o < OB; o++) __builtin_prefetch(reinterpret_cast<const char*>(w + OB * c + 16 * o) + AHEAD);
+            for (int o = 0; o < OB; o++)
+                __builtin_prefetch(reinterpret_cast<const char*>(w + OB * c + LINE * o) + AHEAD<W>);
         }
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS; part++) {
@@ -80,12 +107,10 @@ ALWAYS_INLINE void tile(const Output& to, const float* x, int64_t ldx, const W* 
         for (int o = 0; o < OB; o++) {
             vec16 total;
             std::memcpy(&total, sum[n][o], sizeof(total));
-            if constexpr (std::is_same_v<W, float>) {
-                if (c < C) total += vec_load_partial(x + n * ldx + c, C - c) * vec_load_partial(row_of(o) + c, C - c);
-            }
+            if (c < C) total += vec_load_partial(x + n * ldx + c, C - c) * load_last_weights(row_of(o) + c, C - c);
             float y = vec_sum(total);
             const float bias = to.bias ? to.bias[o] : 0;
-            if constexpr (std::is_same_v<W, E4M3>) {  // 32 divides C
+            if constexpr (std::is_same_v<W, E4M3>) {
                 float scale;
                 std::memcpy(&scale, row_of(o) + C, sizeof scale);
                 y = std::fma(y, scale, bias);  // named, for the compiler would fuse in some tiles and not in others
@@ -195,6 +220,9 @@ void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const
         gemm(y, x, weight.as<float>(), row_stride(weight) * 4, weights.bias, residual);
     else if (weights.packed->packing == Packing::Fp8)
         gemm(y, x, static_cast<const E4M3*>(weights.packed->rows.data), packed_row_bytes(Packing::Fp8, z.C),
+             weights.bias, residual);
+    else if (weights.packed->packing == Packing::Bf16)
+        gemm(y, x, static_cast<const bf16*>(weights.packed->rows.data), packed_row_bytes(Packing::Bf16, z.C),
              weights.bias, residual);
     else
         packed_linear(y, x, *weights.packed, weights.bias, residual, linear_packed_scratch(scratch, z, DType::F32));

@@ -155,7 +155,7 @@ bool packed_linear_use(const char* instructions) {
 }
 
 int64_t packed_linear_scratch(int64_t N, int64_t C) {
-    return can_pack(C) ? Layout(N, C).bytes + 64 : 0;
+    return C % G == 0 ? Layout(N, C).bytes + 64 : 0;
 }
 
 void packed_linear(Tensor out, Tensor inp, const PackedWeight& weight, Tensor bias, Tensor residual, Tensor scratch) {

@@ -167,7 +167,7 @@ StoredWeights::StoredWeights(const std::string& directory, const ParamTable& tab
             require(location != files->tensors.end(), directory, ": tensor ", source.name,
                     " is missing from the weights; the files are incomplete or config.json describes another model");
             const SafetensorsEntry& entry = location->second.entry();
-            const bool packed = packing && packs(p);
+            const bool packed = packing && packs(p, *packing);
             const std::vector<int64_t> expected = packed ? packed_shape(p, source, *packing) : source_shape(p, source);
             require(entry.shape == expected, location->second.where(), ": shape ", shape_string(entry.shape),
                     ", expected ", shape_string(expected), "; the file does not belong to this config.json");
@@ -191,7 +191,7 @@ std::vector<StoredWeights::Tensor> StoredWeights::tensors(const Param& p) const 
     std::vector<Tensor> all;
     for (const SourceTensor& source : sources_of(p, own_names)) {
         const WeightFiles::Location& location = files->tensors.at(bare_name(source.name));
-        const bool packed = packing && packs(p), transposed = source.transposed && p.cols && !packed;
+        const bool packed = packing && packs(p, *packing), transposed = source.transposed && p.cols && !packed;
         const int64_t row_size = packed ? packed_row_bytes(*packing, p.cols) : p.row_size();
         all.push_back({location.name,
                        {location.file, &location.entry(), source.row * row_size, source.rows, row_size, transposed}});
@@ -337,7 +337,7 @@ void declare_weights(SafetensorsWriter& writer, const ParamTable& table, const S
                      const std::string& path, const PackedRows* packed = nullptr) {
     for (const Param& p : table.params) {
         for (const SourceTensor& source : p.sources) {
-            if (packed && packs(p)) {
+            if (packed && packs(p, packed->packing)) {
                 writer.declare(source.name, DType::U8, packed_shape(p, source, packed->packing));
                 continue;
             }
@@ -362,7 +362,7 @@ void save_weights(const std::string& path, const ParamTable& table, const FetchP
     for (const Param& p : table.params) {
         const float* const values = fetch(p, buffer);
         for (const SourceTensor& source : p.sources) {
-            if (packed && packs(p))
+            if (packed && packs(p, packed->packing))
                 write_packed(writer, number++, p, source, values, *packed);
             else
                 sources.write(number++, p, source, stored_dtype(p, source), values, 0, p.numel());

@@ -10,6 +10,6 @@
 inline bool may_pack(const Param& p) {
     return linear_layer_index(p.role) >= 0 || p.role == WTE || p.role == HEAD_W;
 }
-inline bool packs(const Param& p) {
-    return may_pack(p) && can_pack(p.cols);
+inline bool packs(const Param& p, Packing packing) {
+    return may_pack(p) && can_pack(packing, p.cols);
 }
