@@ -22,8 +22,10 @@ struct Output {
 };
 
 // For a single row of inp, weights are prefetched this many bytes ahead as one stream, which is faster than OB streams
-// of a row each. 2 to 3 KiB is what memory delivers to a core within one latency; more is slower.
-constexpr int64_t AHEAD = 3072;
+// of a row each. For fp32 2 to 3 KiB is what memory delivers to a core within one latency; more is slower. Codes take
+// more time a byte.
+template <typename W>
+constexpr int64_t AHEAD = sizeof(W) == 4 ? 3072 : 8192;
 
 // A code of Packing::Fp8. Its row's scale follows the C codes.
 struct E4M3 {
@@ -56,10 +58,11 @@ ALWAYS_INLINE void tile(const Output& to, const float* x, int64_t ldx, const W* 
     V sum[NB][OB][PARTS] = {};
     int64_t c = 0;
     for (; c + 16 <= C; c += 16) {
-        if constexpr (NB == 1) {  // in the order of addresses, where the rows follow each other without gaps
+        constexpr int64_t LINE = 64 / sizeof(W);
+        if (NB == 1 && c % LINE == 0) {  // in the order of addresses, where the rows follow each other without gaps
 #pragma GCC unroll 4
             for (int o = 0; o < OB; o++)
-                __builtin_prefetch(reinterpret_cast<const char*>(w + OB * c + 16 * o) + AHEAD);
+                __builtin_prefetch(reinterpret_cast<const char*>(w + OB * c + LINE * o) + AHEAD<W>);
         }
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS; part++) {

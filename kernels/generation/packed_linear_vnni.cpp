@@ -92,16 +92,24 @@ VNNI_INLINE void add_block(__m512 (&partial)[OB], const PackedLinear& p, const u
 
 template <Packing P, int OB>
 VNNI_INLINE void dot_rows(const PackedLinear& p, int64_t o) {
-    constexpr int64_t AHEAD = 2048;  // bytes; as in linear.cpp, OB rows are prefetched as one stream
+    // OB rows are prefetched as one stream, a part of it with each block. From 8 KiB on a core gets all that memory gives
+    // one (EPYC 9005: 37 GB/s, and 24 with 2 KiB).
+    constexpr int64_t AHEAD = 8192;
     const uint8_t* const row = p.row(o);
+    const int64_t blocks = (p.groups() + PARTIALS - 1) / PARTIALS, part = OB * p.row_bytes / blocks;
+    const uint8_t* ahead = row + AHEAD;
+    const auto prefetch = [&]() __attribute__((always_inline, target("arch=x86-64-v4,avx512vnni"))) {
+        for (int64_t i = 0; i < part; i += 64) __builtin_prefetch(ahead + i);
+        ahead += part;
+    };
     __m512 partial[OB];
     for (int i = 0; i < OB; i++) partial[i] = _mm512_setzero_ps();
     int64_t g = 0;
     for (; g + PARTIALS <= p.groups(); g += PARTIALS) {
-        const uint8_t* const ahead = row + OB * packed_code_bytes(P, g * G) + AHEAD;
-        for (int64_t i = 0; i < OB * Block<P>::BYTES; i += 64) __builtin_prefetch(ahead + i);
+        prefetch();
         add_block<P, PARTIALS>(partial, p, row, g);
     }
+    if (g < p.groups()) prefetch();
     if (g + 8 < p.groups())
         add_block<P, 15>(partial, p, row, g);
     else if (g < p.groups())
