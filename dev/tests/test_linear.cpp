@@ -256,8 +256,7 @@ void check_converted(const Case& c, DType T, LinearWeights weights, const std::v
     expect_gaps_untouched("out", out.fetch(), ld, a.columns);
 }
 
-// Every kernel of a GPU: GEMV, small batches with tiles of 32 and of 128 rows, and the library with several tiles of
-// dequantised weights.
+// Every kernel of a GPU: GEMV, small batches with and without clusters, and the library.
 const std::vector<Case> CONVERTED = [] {
     std::vector<Case> cases;
     for (const int64_t N : {1, 3, 8, 9, 17, 40, 64, 66})

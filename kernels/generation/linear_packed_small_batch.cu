@@ -1,23 +1,23 @@
 // Small-batch GEMM of packed weights: 9 to 64 rows of inp, 16-bit elements, mma.sync. Here the weights take half or a
 // quarter of the time of 16-bit ones to read, so that matrices of any size are worth a kernel of their own.
 //
-// A block multiplies all rows of inp by 16·WM rows of weight (with SwiGLU half of them gate, half up). Its eight warps
-// are WM along the rows of weight times WK along the groups of 32 columns. Both operands come through shared memory
-// [cp.async], because inp is used by all warps: a ring of STAGES stages of 32·GROUPS columns each. The warps convert
-// codes in registers (packed_codes.cuh). In the end the sums of the WK warps are added in order. As elsewhere, the
-// first weights are loaded before the previous kernel has ended.
+// A block multiplies all rows of inp by 128 rows of weight (with SwiGLU 64 of gate and their 64 of up), 16 a warp. Both
+// operands come through shared memory [cp.async], because all warps use inp: a ring of STAGES stages of 128 columns.
+// The warps convert codes in registers (packed_codes.cuh). Where there are too few blocks for the SMs, a cluster of up
+// to eight shares the columns, on GPUs that have clusters; its blocks read each other's sums and add them in order. As
+// elsewhere, the first weights are loaded before the previous kernel has ended.
 //
 // A row's sums have one order, which follows from C and OC alone.
 //
-//   WM   WK   GROUPS   stage: weights (8 bits, 4 bits), inp (64 rows), scales   ring of 4
-//   8    1    4        20,480 B, 10,240 B;              20,480 B;      1 KiB     164 KiB, 124 KiB
-//   2    4    8         9,216 B,  4,608 B;              36,864 B;    512 B      182 KiB, 164 KiB
+//   stage: weights of 8 bits 20,480 B, of 4 bits 10,240 B; inp (64 rows) 20,480 B; scales 1 KiB
+//   ring of 3: 126 KiB, or 96 KiB
 //
-// (256 threads, one block an SM; sm_90a, CUDA 13.0, 64 rows: 116 registers with fp8, up to 197 with int8 and int4.)
+// (256 threads; sm_90a, CUDA 13.0, 64 rows: 122 registers with fp8, 205 with int8, 189 with int4.)
 //
-// LLaMA 1B, 64 sequences, gate and up: OC = 16384 are 128 blocks of 128 rows for the 132 SMs of an H100; each reads all
-// of inp, 256 KiB, and as much of fp8 weights. QKV: OC = 3072 are 24 blocks of 128 rows, so WM = 2: 96 of 32.
-#include "kernels/cuda/cp_async.cuh"
+// LLaMA 1B, 64 sequences, gate and up: OC = 16384 are 128 blocks for the 132 SMs of an H100; each reads all of inp,
+// 256 KiB, and as much of fp8 weights. QKV: OC = 3072 are 24 blocks, so a cluster of four shares the columns: 96 blocks
+// of 512 columns, 64 KiB of either.
+#include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/mlp_activation.cuh"
 #include "kernels/cuda/packed_codes.cuh"
 #include "kernels/cuda/pdl.cuh"
@@ -26,28 +26,28 @@
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP;
-constexpr int STAGES = 4;
+constexpr int ROWS = 16 * WARPS;  // of weight, of a block
+constexpr int GROUPS = 4, COLUMNS = GROUPS * int(PACKED_GROUP), STAGES = 3;
+constexpr int MAX_CLUSTER = 8;
+constexpr int SUM_PITCH = ROWS + 1;  // floats
 
 template <typename T>
 struct PackedParams : LinearParams<T> {
     const char* rows;
     int64_t row_bytes, code_bytes;
+    int blocks;  // of a cluster
 };
 
-// The tile of a block, and the offsets of a stage's parts in bytes. Rows are padded so that the vectors which a warp
+// Offsets of a stage's parts in bytes, for up to 8·NT rows of inp. Rows are padded so that the vectors which a warp
 // reads together lie in different banks.
-template <Packing P, int WM_, int NT_>
+template <Packing P, int NT_>
 struct Tile {
-    static constexpr int WM = WM_, WK = WARPS / WM, NT = NT_;
-    static constexpr int ROWS = 16 * WM, BATCH = 8 * NT;  // of weight and of inp
-    static constexpr int GROUPS = WK == 1 ? 4 : 2 * WK;   // of a stage
-    static constexpr int COLUMNS = GROUPS * int(PACKED_GROUP);
-    static constexpr int CODE_PITCH = GROUPS * group_bytes(P) + group_bytes(P), INP_PITCH = COLUMNS * 2 + 64;
+    static constexpr int NT = NT_, BATCH = 8 * NT;
+    static constexpr int CODE_PITCH = (GROUPS + 1) * group_bytes(P), INP_PITCH = COLUMNS * 2 + 64;
     static constexpr int INP = ROWS * CODE_PITCH, SCALES = INP + BATCH * INP_PITCH;
     static constexpr int SCALE_WORDS = P == Packing::Fp8 ? 0 : GROUPS / 2;  // of a row
     static constexpr int STAGE_BYTES = SCALES + ROWS * SCALE_WORDS * 4;
-    static constexpr int SUM_PITCH = ROWS + 1;  // floats
-    static constexpr int BYTES = std::max(STAGES * STAGE_BYTES, WK* BATCH* SUM_PITCH * 4);
+    static constexpr int BYTES = std::max(STAGES * STAGE_BYTES, BATCH* SUM_PITCH * 4);
 };
 
 // The row of weight of row r of a block's tile: 16 for each warp along the rows, with SwiGLU eight of gate and the same
@@ -62,9 +62,9 @@ __device__ __forceinline__ int64_t weight_row(const PackedParams<T>& p, int64_t 
 template <Packing P, typename Tile, typename T>
 __device__ __forceinline__ void load_weights(char* stage, const PackedParams<T>& p, int64_t first_output,
                                              int64_t column) {
-    constexpr int PIECES = Tile::GROUPS * group_bytes(P) / 16, PIECE_COLUMNS = P == Packing::Int4 ? 32 : 16;
+    constexpr int PIECES = GROUPS * group_bytes(P) / 16, PIECE_COLUMNS = P == Packing::Int4 ? 32 : 16;
 #pragma unroll
-    for (int i = int(threadIdx.x); i < Tile::ROWS * PIECES; i += THREADS) {
+    for (int i = int(threadIdx.x); i < ROWS * PIECES; i += THREADS) {
         const int r = i / PIECES, piece = i % PIECES;
         const int64_t c = column + piece * PIECE_COLUMNS;
         const char* const row = p.rows + weight_row(p, first_output, r) * p.row_bytes;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void load_weights(char* stage, const PackedParams<T>&
     }
     if constexpr (Tile::SCALE_WORDS > 0) {
 #pragma unroll
-        for (int i = int(threadIdx.x); i < Tile::ROWS * Tile::SCALE_WORDS; i += THREADS) {
+        for (int i = int(threadIdx.x); i < ROWS * Tile::SCALE_WORDS; i += THREADS) {
             const int r = i / Tile::SCALE_WORDS, word = i % Tile::SCALE_WORDS;
             const int64_t group = column / PACKED_GROUP + 2 * word;
             const char* const row = p.rows + weight_row(p, first_output, r) * p.row_bytes;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_weights(char* stage, const PackedParams<T>&
 
 template <typename Tile, typename T>
 __device__ __forceinline__ void load_inp(char* stage, const PackedParams<T>& p, int64_t column) {
-    constexpr int PIECES = Tile::COLUMNS / 8;
+    constexpr int PIECES = COLUMNS / 8;
 #pragma unroll
     for (int i = int(threadIdx.x); i < Tile::BATCH * PIECES; i += THREADS) {
         const int n = i / PIECES, piece = i % PIECES;
@@ -94,18 +94,17 @@ __device__ __forceinline__ void load_inp(char* stage, const PackedParams<T>& p, 
     }
 }
 
-// Adds the products of the warp's groups of a stage.
+// Adds the products of the warp's rows in a stage.
 template <Packing P, typename Tile, typename T>
-__device__ __forceinline__ void multiply_stage(float (&sum)[Tile::NT][4], const char* stage, int wm, int wk) {
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void multiply_stage(float (&sum)[Tile::NT][4], const char* stage) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int i = 0; i < Tile::GROUPS / Tile::WK; i++) {
-        const int group = wk + i * Tile::WK;
+    for (int group = 0; group < GROUPS; group++) {
         uint32_t a[2][4];
         float scale[2] = {1, 1};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int r = 16 * wm + 8 * half + g;
+            const int r = 16 * warp + 8 * half + g;
             uint32_t word[LANE_WORDS];
             load_codes<P>(word, stage + r * Tile::CODE_PITCH + group * group_bytes(P) + group_bytes(P) / 4 * t);
             code_pairs<P, T>(a[half], word);
@@ -131,19 +130,29 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[Tile::NT][4], const 
     }
 }
 
-// Adds the warps' sums [WK, BATCH, SUM_PITCH] in order and stores the block's outputs.
-template <Packing P, typename Tile, typename T>
-__device__ __forceinline__ void store_outputs(const PackedParams<T>& p, const float* sums, int64_t first_output) {
+// Adds the sums [BATCH, SUM_PITCH] of the cluster's blocks in order, and stores this block's part of the outputs.
+template <Packing P, typename T>
+__device__ __forceinline__ void store_outputs(const PackedParams<T>& p, const float* sums, int64_t first_output,
+                                              int rank) {
     const bool gated = is_gated(p.activation);
-    const int outputs = gated ? Tile::ROWS / 2 : Tile::ROWS;
-    for (int i = int(threadIdx.x); i < outputs * p.N; i += THREADS) {
+    const int outputs = gated ? ROWS / 2 : ROWS;
+    for (int i = rank * THREADS + int(threadIdx.x); i < outputs * p.N; i += p.blocks * THREADS) {
         const int n = i / outputs, mine = i % outputs, r = gated ? mine / 8 * 16 + mine % 8 : mine;
         const int64_t o = first_output + mine;
         if (o >= p.columns) continue;
         const auto total = [&](int row, int64_t weight) {
+            const float* const sum = sums + n * SUM_PITCH + row;
             float y = 0;
+#if __CUDA_ARCH__ >= 900
+            float part[MAX_CLUSTER];
 #pragma unroll
-            for (int k = 0; k < Tile::WK; k++) y += sums[(k * Tile::BATCH + n) * Tile::SUM_PITCH + row];
+            for (int b = 0; b < MAX_CLUSTER; b++)
+                part[b] = b < p.blocks ? load_shared_rank(map_shared_rank(sum, b)) : 0.0f;
+#pragma unroll
+            for (int b = 0; b < MAX_CLUSTER; b++) y += part[b];
+#else
+            y = *sum;
+#endif
             if (P == Packing::Fp8) y *= *reinterpret_cast<const float*>(p.rows + weight * p.row_bytes + p.code_bytes);
             return y + (p.bias ? as_float(p.bias[weight]) : 0.0f);
         };
@@ -154,37 +163,48 @@ __device__ __forceinline__ void store_outputs(const PackedParams<T>& p, const fl
     }
 }
 
+// Of the blocks of a cluster.
+__device__ __forceinline__ void sync_blocks() {
+#if __CUDA_ARCH__ >= 900
+    cluster_sync();
+#else
+    __syncthreads();
+#endif
+}
+
 template <Packing P, typename Tile, typename T>
 __global__ void __launch_bounds__(THREADS, 1) packed_small_batch_kernel(const PackedParams<T> p) {
     extern __shared__ uint4 shared[];
     char* const ring = reinterpret_cast<char*>(shared);
     pdl_launch_dependents();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    const int wm = warp % Tile::WM, wk = warp / Tile::WM;
-    const int64_t first_output = int64_t(blockIdx.x) * (is_gated(p.activation) ? Tile::ROWS / 2 : Tile::ROWS);
-    const int iterations = int((p.C + Tile::COLUMNS - 1) / Tile::COLUMNS);
+    const int rank = int(blockIdx.x) % p.blocks;
+    const int64_t first_output = int64_t(blockIdx.x) / p.blocks * (is_gated(p.activation) ? ROWS / 2 : ROWS);
+    // This block's stages of all those of a row.
+    const int stages = int((p.C + COLUMNS - 1) / COLUMNS), begin = stages * rank / p.blocks;
+    const int count = stages * (rank + 1) / p.blocks - begin;
     const auto stage_of = [&](int i) { return ring + i % STAGES * Tile::STAGE_BYTES; };
+    const auto column_of = [&](int i) { return int64_t(begin + i) * COLUMNS; };
 #pragma unroll 1
-    for (int i = 0; i < min(STAGES - 1, iterations); i++)
-        load_weights<P, Tile>(stage_of(i), p, first_output, int64_t(i) * Tile::COLUMNS);
+    for (int i = 0; i < min(STAGES - 1, count); i++) load_weights<P, Tile>(stage_of(i), p, first_output, column_of(i));
     pdl_wait();
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++) {  // a group of copies for each stage; those of the weights are in the first
-        if (i < iterations) load_inp<Tile>(stage_of(i), p, int64_t(i) * Tile::COLUMNS);
+        if (i < count) load_inp<Tile>(stage_of(i), p, column_of(i));
         cp_async_commit();
     }
     float sum[Tile::NT][4] = {};
 #pragma unroll 1
-    for (int i = 0; i < iterations; i++) {
+    for (int i = 0; i < count; i++) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();  // stage i has arrived, and all warps have read stage i − 1
         const int ahead = i + STAGES - 1;
-        if (ahead < iterations) {
-            load_weights<P, Tile>(stage_of(ahead), p, first_output, int64_t(ahead) * Tile::COLUMNS);
-            load_inp<Tile>(stage_of(ahead), p, int64_t(ahead) * Tile::COLUMNS);
+        if (ahead < count) {
+            load_weights<P, Tile>(stage_of(ahead), p, first_output, column_of(ahead));
+            load_inp<Tile>(stage_of(ahead), p, column_of(ahead));
         }
         cp_async_commit();
-        multiply_stage<P, Tile, T>(sum, stage_of(i), wm, wk);
+        multiply_stage<P, Tile, T>(sum, stage_of(i));
     }
     cp_async_wait_all();
     __syncthreads();
@@ -192,18 +212,27 @@ __global__ void __launch_bounds__(THREADS, 1) packed_small_batch_kernel(const Pa
 #pragma unroll
     for (int j = 0; j < Tile::NT; j++)
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-            sums[(wk * Tile::BATCH + 8 * j + 2 * t + k % 2) * Tile::SUM_PITCH + 16 * wm + 8 * (k / 2) + g] = sum[j][k];
-    __syncthreads();
-    store_outputs<P, Tile>(p, sums, first_output);
+        for (int k = 0; k < 4; k++) sums[(8 * j + 2 * t + k % 2) * SUM_PITCH + 16 * warp + 8 * (k / 2) + g] = sum[j][k];
+    sync_blocks();
+    store_outputs<P>(p, sums, first_output, rank);
+    sync_blocks();  // others may still read this block's sums
 }
 
-template <Packing P, int WM, int NT, typename T>
-void launch_small_batch(const char* op, const PackedParams<T>& p, Stream stream) {
-    using Shape = Tile<P, WM, NT>;
+template <Packing P, int NT, typename T>
+void launch_small_batch(const char* op, const PackedParams<T>& p, int64_t tiles, Stream stream) {
+    using Shape = Tile<P, NT>;
     const auto kernel = packed_small_batch_kernel<P, Shape, T>;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::BYTES), op);
-    launch_pdl(op, kernel, grid_of(ceil_div(p.OC, Shape::ROWS)), THREADS, size_t(Shape::BYTES), stream, p);
+    launch_pdl_clusters(op, kernel, grid_of(tiles * p.blocks), unsigned(p.blocks), THREADS, size_t(Shape::BYTES),
+                        stream, p);
+}
+
+// Blocks of a cluster: as many as leave each an SM and a stage of its own.
+int cluster_blocks(int64_t tiles, int64_t C) {
+    int blocks = 1;
+    while (has_pdl() && blocks < MAX_CLUSTER && 2 * blocks * tiles <= num_sms() && 2 * blocks <= ceil_div(C, COLUMNS))
+        blocks *= 2;
+    return blocks;
 }
 
 }  // namespace
@@ -212,20 +241,22 @@ template <typename T>
 bool linear_packed_small_batch(const char* op, const LinearParams<T>& layer, const PackedWeight& weight,
                                Stream stream) {
     if (!layer.aligned || !rows_aligned({weight.rows}) || layer.N > SMALL_BATCH_MAX_N || !can_pack(layer.C) ||
-        Tile<Packing::Int8, 2, 8>::BYTES > max_shared_bytes())
+        Tile<Packing::Int8, 8>::BYTES > max_shared_bytes())
         return false;
-    PackedParams<T> p{layer, static_cast<const char*>(weight.rows.data), packed_row_bytes(weight.packing, layer.C),
-                      packed_code_bytes(weight.packing, layer.C)};
-    // As large a tile as leaves most SMs a block.
-    const bool large = 4 * ceil_div(p.OC, 128) >= 3 * num_sms();
+    const int64_t tiles = ceil_div(layer.OC, ROWS);
+    const int blocks = cluster_blocks(tiles, layer.C);
+    if (4 * tiles * blocks < num_sms() && !has_pdl()) return false;  // no clusters, and most SMs would have no block
+    const PackedParams<T> p{layer, static_cast<const char*>(weight.rows.data),
+                            packed_row_bytes(weight.packing, layer.C), packed_code_bytes(weight.packing, layer.C),
+                            blocks};
     dispatch_packing(weight.packing, [&](auto packing) {
         constexpr Packing P = decltype(packing)::value;
         if (p.N <= 16)
-            large ? launch_small_batch<P, 8, 2>(op, p, stream) : launch_small_batch<P, 2, 2>(op, p, stream);
+            launch_small_batch<P, 2>(op, p, tiles, stream);
         else if (p.N <= 32)
-            large ? launch_small_batch<P, 8, 4>(op, p, stream) : launch_small_batch<P, 2, 4>(op, p, stream);
+            launch_small_batch<P, 4>(op, p, tiles, stream);
         else
-            large ? launch_small_batch<P, 8, 8>(op, p, stream) : launch_small_batch<P, 2, 8>(op, p, stream);
+            launch_small_batch<P, 8>(op, p, tiles, stream);
     });
     return true;
 }
