@@ -163,12 +163,12 @@ Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p
              Offload to_host, const LoraOptions& lora_options)
     : Model(model_config, parameter_table(model_config, ranks.world, hidden_matrices), ranks, p) {
     offload = to_host;
+    if (lora_options.nf4) nf4 = std::make_unique<Nf4Base>(table);
+    if (nf4) starts = Nf4Base::other_starts(table);
     if (!lora_options.on()) return;
     table.frozen = true;
     precision.master = false;
     lora = std::make_unique<LoraTable>(table, lora_options, ranks.world, hidden_matrices);
-    if (lora_options.nf4) nf4 = std::make_unique<Nf4Base>(table);
-    if (nf4) starts = Nf4Base::other_starts(table);
     const Sharding whole{std::min<int64_t>(ranks.stage, 2), ranks.rank, ranks.world};
     adapters.reset(new Model(config, lora->params, whole, p));
 }

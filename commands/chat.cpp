@@ -30,7 +30,7 @@ ChatCommandOptions parse_chat(const Args& args) {
         "of the input quits.",
         "train_gpt chat");
     add_model_options(app, o.model);
-    add_weights_option(app, o.model.weights);
+    add_weights_option(app, o.model.weights, true);
     app.add_option_function<std::string>(
         "--system",
         [&o](const std::string& text) {
@@ -62,7 +62,7 @@ void run_chat(const Args& args) {
     EngineOptions engine_options;
     engine_options.context = o.context ? o.context : std::min<int64_t>(source.config.max_positions, 4096);
     engine_options.dtype = o.model.type();
-    engine_options.packing = generation_packing(source, o.model.weights, o.model.type());
+    take_weights(engine_options, source, o.model.weights);
     engine_options.sampling = sampling_options(o.sampling, source, args);
     engine_options.sampled_vocab = sampled_vocab(source.config, &tokenizer);
     LoadedEngine m(ctx, source, engine_options, false);

@@ -383,9 +383,10 @@ void add_base_option(CLI::App& app, std::string& base) {
     app.add_option("--base", base, "model directory that a LoRA adapter belongs to; default: the one that it names");
 }
 
-CLI::Option* add_weights_option(CLI::App& app, std::string& weights) {
+CLI::Option* add_weights_option(CLI::App& app, std::string& weights, bool nf4) {
     std::vector<std::string> names = {weights};
     names.insert(names.end(), PACKING_NAMES.begin(), PACKING_NAMES.end());
+    if (nf4) names.push_back(NF4_NAME);
     return app
         .add_option("--weights", weights,
                     "how the matrices lie in memory: in 8 or 4 bits, for inference; model: as the model's directory "

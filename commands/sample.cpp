@@ -31,7 +31,7 @@ SampleOptions parse_sample(const Args& args) {
         "Completes prompts. Prints each prompt with its completion; completions are separated by lines of ---.",
         "train_gpt sample");
     add_model_options(app, o.model);
-    add_weights_option(app, o.model.weights);
+    add_weights_option(app, o.model.weights, true);
     auto* prompt =
         app.add_option("--prompt", o.prompt, "text to complete; empty: start from the beginning-of-text token");
     app.add_option(
@@ -112,7 +112,7 @@ void run_sample(const Args& args) {
     job.policy = o.policy;
     job.policy.check(engine_options.context, longest);
     engine_options.dtype = o.model.type();
-    engine_options.packing = generation_packing(source, o.model.weights, o.model.type());
+    take_weights(engine_options, source, o.model.weights);
     engine_options.sampling = sampling_options(o.sampling, source, args);
     engine_options.sampled_vocab = sampled_vocab(source.config, tokenizer.get());
     engine_options.batch_invariant = o.batch_invariant;

@@ -31,6 +31,7 @@ void load_inference_weights(const ModelSource& source, const Model& model) {
         std::cerr << model.packed->note(model.table);
         std::cerr << model.packed->load(source, model.table);
     }
+    if (model.nf4) model.nf4->load(open_weight_source(source, model.table), model.table);
     std::cerr << load_weights(source, model.table, model.arenas);
 }
 
@@ -55,7 +56,7 @@ LoadedModel::LoadedModel(const Context& ctx, const ModelSource& from, const RunS
 
 LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options,
                            bool random_weights, const std::vector<std::string>& adapter_names)
-    : model(source.config, {}, inference_precision(options.dtype, options.packing)),
+    : model(inference_model(source.config, options.dtype, options.packing, options.nf4)),
       adapters(read_adapters(source, model.table, adapter_names)),
       bank(bank_for(model, with_adapters(options, adapters))),
       engine(source.config, with_adapters(options, adapters), ctx.stream) {
@@ -68,6 +69,7 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
     if (random_weights) {
         initialise_weights(model.table, model.arenas, options.sampling.seed, ctx.stream);
         if (model.packed) model.packed->randomise(model.table, options.sampling.seed);
+        require(!model.nf4, "--random-weights: NF4 is for weights from files; leave out --weights nf4");
     } else {
         load_inference_weights(source, model);
     }
@@ -78,6 +80,18 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
     store_matmul_cache(ctx.stream);
     if (const char* option = engine.unfused_option())
         std::cerr << "decode steps run kernel by kernel: the fused decode step does not support " << option << "\n";
+}
+
+Model inference_model(const ModelConfig& config, DType dtype, std::optional<Packing> packing, bool nf4) {
+    LoraOptions base;  // without adapters
+    base.nf4 = nf4;
+    return {config, {}, inference_precision(dtype, packing), OptimizerType::AdamW, {}, base};
+}
+
+void take_weights(EngineOptions& o, const ModelSource& source, const std::string& weights) {
+    o.nf4 = weights == NF4_NAME;
+    if (o.nf4 && source.packing) refuse_packed(source, "--weights " + weights);
+    if (!o.nf4) o.packing = generation_packing(source, weights, o.dtype);
 }
 
 std::optional<Packing> packing_of(const ModelSource& source, const std::string& weights) {

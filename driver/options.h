@@ -14,6 +14,9 @@
 #include "runtime/model/model_config.h"
 #include "runtime/model/params.h"
 
+// Of --weights beside PACKING_NAMES: kernels/nf4.h.
+constexpr const char* NF4_NAME = "nf4";
+
 // A model: a preset, a directory in Hugging Face layout or a run directory. Each model option of a preset can be
 // overridden.
 struct ModelOptions {
@@ -21,7 +24,7 @@ struct ModelOptions {
     std::string base;  // of an adapter; empty: the one that it names
     std::string dtype = "fp32";
     bool auto_dtype = false;        // dtype was chosen by --dtype auto
-    std::string weights = "model";  // or a name of PACKING_NAMES (driver/inference.h: packing_of)
+    std::string weights = "model";  // or one of PACKING_NAMES, or NF4_NAME (driver/inference.h)
     bool for_gpu = false;           // plan --gpu: a dtype that this backend does not support
     std::optional<int64_t> layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size;
     std::string norm, positions, mlp, bias, tied, attention, window, linear_rope, qk_norm, norm_placement, rope_partial,

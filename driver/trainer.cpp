@@ -178,23 +178,11 @@ Trainer::~Trainer() {
     }
 }
 
-namespace {
-
-// QLoRA: reads the matrices that load_weights() leaves out.
-void quantise_base(const ModelSource& source, const Model& model) {
-    const WeightSource weights = open_weight_source(source, model.table);
-    std::vector<float> buffer;
-    for (const Param& p : model.table.params)
-        if (Nf4Base::quantises(p)) model.nf4->store(p, weights.fetch(p, buffer));
-}
-
-}  // namespace
-
 void Trainer::start() {
     StepScalars scalars{};
     Model& trained = model.trained();
     if (model.adapters) print(load_weights(setup.source, model.table, model.arenas));
-    if (model.nf4) quantise_base(setup.source, model);
+    if (model.nf4) model.nf4->load(open_weight_source(setup.source, model.table), model.table);
     if (!setup.resume.checkpoint.empty()) {
         load_state(setup.resume.checkpoint, trained.table, {trained.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
         step = saved_step = setup.resume.step;

@@ -15,6 +15,7 @@
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
+#include "kernels/nf4.h"
 #include "kernels/norm.h"
 #include "kernels/qk_norm_all_heads.h"
 #include "kernels/rope.h"
@@ -29,13 +30,15 @@ void set_bit(std::vector<int32_t>& bits, int32_t token) {
 }
 
 // The first model option that the fused decode step does not support; null: it supports all of them.
-const char* unfused_model_option(const ModelConfig& c, std::optional<Packing> packing) {
-    const auto packed = [&](int64_t inputs) { return can_pack(*packing, inputs); };
-    return c.has_linear_attention()        ? "--attention linear"
-           : c.norm_after                  ? "--norm-placement after"
-           : c.qk_norm == QkNorm::AllHeads ? "--qk-norm all-heads"
-           : packing && !(packed(c.channels) && packed(c.heads * c.head_size) && packed(c.ffn))        ? "--weights where some matrices are not packed"
-                                           : nullptr;
+const char* unfused_model_option(const ModelConfig& c, const EngineOptions& o) {
+    const auto packed = [&](int64_t inputs) { return can_pack(*o.packing, inputs); };
+    if (c.has_linear_attention()) return "--attention linear";
+    if (c.norm_after) return "--norm-placement after";
+    if (c.qk_norm == QkNorm::AllHeads) return "--qk-norm all-heads";
+    if (o.nf4) return "--weights nf4";
+    if (o.packing && !(packed(c.channels) && packed(c.heads * c.head_size) && packed(c.ffn)))
+        return "--weights where some matrices are not packed";
+    return nullptr;
 }
 
 // Bits of step_classes beside those of sampling_class: what a step computes after sampling, and whether its rows use
@@ -84,9 +87,8 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
       dynamic_rope(config.positions == Positions::RoPE && config.rope_scaling.kind == RopeScaling::Kind::Dynamic &&
                    options.context > config.rope_scaling.original_max_position),
       cache(config, {options.slots, options.context, options.cache_pages, pass_tokens()}, options.dtype),
-      fused_step_max_batch(options.batch_invariant || unfused_model_option(config, options.packing)
-                               ? 0
-                               : decode_step_max_batch(decode_model())),
+      fused_step_max_batch(
+          options.batch_invariant || unfused_model_option(config, options) ? 0 : decode_step_max_batch(decode_model())),
       states(config, options.slots),
       lengths(size_t(options.slots), 0) {
     require(options.slots > 0 && options.context > 0, "engine: a batch of ", options.slots, " sequences of ",
@@ -163,8 +165,11 @@ void Engine::plan_memory() {
     add(&act, "act", T, {N, c.ffn}, FC, FCPROJ);
     if (c.norm_after) add(&unnormed, "unnormed", T, {N, c.channels}, PROJ, FCPROJ);
     const auto layer_scratch = [&](int64_t n, int64_t inputs, int64_t outputs) {  // prefill passes and decode steps
-        return std::max(linear_scratch(n, inputs, outputs, T, options.packing.has_value()),
-                        linear_scratch(1, inputs, outputs, T, options.packing.has_value()));
+        const auto scratch_of = [&](int64_t rows_in) {
+            const int64_t bytes = linear_scratch(rows_in, inputs, outputs, T, options.packing.has_value());
+            return options.nf4 ? std::max(bytes, linear_nf4_scratch(rows_in, inputs, outputs, T)) : bytes;
+        };
+        return std::max(scratch_of(n), scratch_of(1));
     };
     const int64_t scratch_bytes =
         std::max({layer_scratch(N, c.channels, c.qkv_channels()), layer_scratch(N, attention, c.channels),
@@ -284,8 +289,12 @@ void Engine::fill_rope_table() {
 void Engine::count_weight_bytes() {
     const auto count_bytes = [&](const Tensor& t) { weight_bytes += t ? t.bytes() : 0; };
     const auto count_layer = [&](const LinearWeights& w) {
-        require(!w.nf4 && !w.lora.a, "engine: weights in NF4 or with adapters; merge the adapters first");
+        require(!w.lora.a, "engine: weights with training's adapters; give those of InferenceWeights");
         count_bytes(w.packed ? w.packed->rows : w.weight);
+        if (w.nf4)
+            for (const Nf4Matrix::Part& part : w.nf4->parts)
+                for (const Tensor& t : {part.weights.codes, part.weights.absmax_codes, part.weights.group_absmax})
+                    count_bytes(t);
         count_bytes(w.bias);
     };
     for (const BlockWeights& b : weights.blocks) {
@@ -925,7 +934,7 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
 
 const char* Engine::unfused_option() const {
     const bool otherwise_fused = !options.batch_invariant && decode_step_max_batch(decode_model()) > 0;
-    return otherwise_fused ? unfused_model_option(config, options.packing) : nullptr;
+    return otherwise_fused ? unfused_model_option(config, options) : nullptr;
 }
 
 int64_t Engine::active() const {

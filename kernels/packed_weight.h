@@ -3,8 +3,8 @@
 // Fp8: round to nearest even of w / scale, saturating (fp8_codes.h). Int8 and Int4 are llama.cpp's quantisers of Q8_0
 // and Q4_0 (ggml-quants.c: quantize_row_q8_0_ref, quantize_row_q4_0_ref): Int8 has d = max |w| / 127 and codes
 // round(w · (1 / d)), half away from zero, with d in fp32, and stores d rounded to fp16. Int4 has d = the weight of the
-// largest magnitude, the first of them, / −8, and codes min(15, trunc(w · (1 / d) + 8.5)). A row or a group of zeros has
-// scale 0. Bf16: round to nearest even.
+// largest magnitude, the first of them, / −8, and codes min(15, trunc(w · (1 / d) + 8.5)). A row or a group of zeros
+// has scale 0. Bf16: round to nearest even.
 #pragma once
 
 #include "runtime/device/device.h"

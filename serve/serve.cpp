@@ -31,6 +31,7 @@ ServeOptions parse_serve(const Args& args) {
         "are those of requests that do not set them. SIGTERM or Ctrl-C stops when the running requests have ended.",
         "train_gpt serve");
     add_model_options(app, o.model);
+    add_weights_option(app, o.model.weights, true);
     app.add_option(
            "--adapter", o.adapters,
            "NAME=DIR: LoRA adapter of the model, which requests choose as model NAME; may be given several times")
@@ -103,7 +104,7 @@ bool fits(const ModelSource& source, EngineOptions o, size_t adapters) {
     constexpr int64_t USUAL_RANK = 64;
     o.adapters = int64_t(adapters);
     o.adapter_rank = USUAL_RANK;
-    const Model model(source.config, {}, {o.dtype});
+    const Model model = inference_model(source.config, o.dtype, o.packing, o.nf4);
     const Engine engine(source.config, o, Stream{});
     const MemoryPlan plan = memory_plan(model, engine);
     const int64_t free = plan.available(device_memory_available(), device_bytes_in_use());
@@ -159,6 +160,7 @@ void run_serve(const Args& args) {
     engine_options.prompt_logprobs = true;
     engine_options.batch_invariant = o.batch_invariant;
     engine_options.all_batch_sizes = true;
+    take_weights(engine_options, source, o.model.weights);
     choose_sizes(source, o, engine_options);
     LoadedEngine m(ctx, source, engine_options, o.random_weights, adapters);
     model.context = engine_options.context;

@@ -1,7 +1,8 @@
 // A GEMM of dot products in registers: tiles of NB rows of inp and OB rows of weight, both read along c in place,
 // without packing. A single row streams the weights from memory, whose bandwidth limits it; several rows reuse them
 // from the caches. Every output is the sum of the same 16 partial sums in the same order, whatever the tile.
-// Weights W are fp32, or bf16 or E4M3 codes that are converted in registers: the same bits as from an fp32 copy. packed_linear.h has those with integer sums.
+// Weights W are fp32, or bf16 or E4M3 codes that are converted in registers: the same bits as from an fp32 copy.
+// packed_linear.h has those with integer sums.
 #include "kernels/generation/linear.h"
 
 #include <algorithm>

@@ -93,8 +93,8 @@ VNNI_INLINE void add_block(__m512 (&partial)[OB], const PackedLinear& p, const u
 
 template <Packing P, int OB>
 VNNI_INLINE void dot_rows(const PackedLinear& p, int64_t o) {
-    // OB rows are prefetched as one stream, a part of it with each block. From 8 KiB on a core gets all that memory gives
-    // one (EPYC 9005: 37 GB/s, and 24 with 2 KiB).
+    // OB rows are prefetched as one stream, a part of it with each block. From 8 KiB on a core gets all that memory
+    // gives one (EPYC 9005: 37 GB/s, and 24 with 2 KiB).
     constexpr int64_t AHEAD = 8192;
     const uint8_t* const row = p.row(o);
     const int64_t blocks = (p.groups() + PARTIALS - 1) / PARTIALS, part = OB * p.row_bytes / blocks;
