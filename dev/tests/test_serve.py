@@ -187,19 +187,51 @@ class ServeTest(ChatModelTest):
         self.assertEqual(text["logprobs"]["text_offset"][:5], list(range(5)))
         for offset, token in zip(text["logprobs"]["text_offset"], text["logprobs"]["tokens"]):
             self.assertTrue(text["text"][offset:].startswith(token) or "\ufffd" in token)
-        # An end token is no text, but has an entry, streamed as well.
-        asked = {"model": "tiny", "prompt": self.server.post("/tokenize", {"messages": HI})[1]["tokens"],
-                 "temperature": 0, "logprobs": 1}
-        ended = self.ask(**asked)["choices"][0]
+        # An end token is no text, but has an entry.
+        turn = self.server.post("/tokenize", {"messages": HI})[1]["tokens"]
+        ended = self.ask(prompt=turn, temperature=0, logprobs=1)["choices"][0]
         self.assertEqual((ended["text"], ended["logprobs"]["tokens"]), ("Yo", ["Y", "o", "<|im_end|>"]))
-        events = self.server.ask("POST", "/v1/completions", json.dumps({**asked, "stream": True}))[2]
-        *events, done = events.strip().split("\n\n")
-        self.assertEqual(done, "data: [DONE]")
-        parts = [json.loads(event[len("data: "):])["choices"][0]["logprobs"] for event in events]
-        for name in "tokens", "token_logprobs", "top_logprobs", "text_offset":
-            self.assertEqual([x for part in parts if part for x in part[name]], ended["logprobs"][name])
+        echo = self.ask(prompt=[*turn, *b"Yo", 258], echo=True, logprobs=1, max_tokens=0)["choices"][0]
+        for i, logprob in enumerate(ended["logprobs"]["token_logprobs"]):
+            self.assertAlmostEqual(logprob, echo["logprobs"]["token_logprobs"][i - 3], delta=1e-4)
         plain = self.ask(prompt=["The h", "Hi"], echo=True, max_tokens=0)
         self.assertEqual([choice["text"] for choice in plain["choices"]], ["The h", "Hi"])
+
+    def test_streams(self):
+        """The events of a stream hold what the whole response has."""
+        for fields in [
+            {}, {"n": 2, "prompt": ["The h", "Hi", ""]}, {"logprobs": 0}, {"logprobs": 4, "n": 2}, {"echo": True},
+            {"echo": True, "logprobs": 2, "prompt": ["The h", "\u00fc"]}, {"max_tokens": 1, "logprobs": 1},
+            {"echo": True, "logprobs": 1, "max_tokens": 0}, {"echo": True, "max_tokens": 0},
+            {"stop": ["e"], "logprobs": 1, "echo": True}, {"temperature": 0, "logprobs": 3},
+            {"ignore_eos": True, "max_tokens": 100, "logprobs": 1, "n": 3},
+        ]:
+            fields = {"prompt": "The h", "seed": 11, "temperature": 2, "max_tokens": 30, **fields}
+            with self.subTest(fields):
+                whole = self.ask(**fields)["choices"]
+                status, headers, body = self.server.ask("POST", "/v1/completions",
+                                                        {"model": "tiny", "stream": True, **fields})
+                self.assertEqual((status, headers["Content-Type"]), (200, "text/event-stream; charset=utf-8"))
+                *events, done, rest = body.split("\n\n")
+                self.assertEqual((done, rest), ("data: [DONE]", ""))
+                self.assertEqual(self.joined(events), whole)
+
+    @staticmethod
+    def joined(events):
+        """The choices that the events of a stream are parts of."""
+        choices = {}
+        for event in events:
+            (part,) = json.loads(event.removeprefix("data: "))["choices"]
+            whole = choices.setdefault(part["index"], part)
+            if whole is part:
+                continue
+            whole["text"] += part["text"]
+            whole["finish_reason"] = part["finish_reason"]
+            whole["logprobs"] = whole["logprobs"] or part["logprobs"]
+            if part["logprobs"] and whole["logprobs"] is not part["logprobs"]:
+                for name, values in part["logprobs"].items():
+                    whole["logprobs"][name] = values and whole["logprobs"][name] + values
+        return [choice for _, choice in sorted(choices.items())]
 
     def test_scores_of_eval(self):
         """What lm-evaluation-harness sends (local-completions) and reads gives the scores of eval."""
