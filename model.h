@@ -366,5 +366,5 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Gradie
 // The model that a run with these options trains on this rank, and the shape of its micro-steps. Nothing is allocated.
 Model model_of(const RunOptions& options, const ModelConfig& config, int64_t rank, int64_t world);
 RunShape run_shape(const RunOptions& options, const Model& model, const Target& target = this_target());
-Snapshot snapshot_of(const Model& model);               // of its training state, not allocated
+Snapshot snapshot_of(const Model& model);              // of its training state, not allocated
 double flop_per_token(const Model& model, int64_t T);  // of a training step, for MFU

@@ -19,8 +19,8 @@ namespace {
 
 struct ConvertOptions {
     std::string source, target, tokenizer;
-    std::string dtype;  // empty: that of the source; in a .bin fp32
-    std::string base;   // of an adapter
+    std::string dtype;              // empty: that of the source; in a .bin fp32
+    std::string base;               // of an adapter
     std::string weights = "model";  // or a name of PACKING_NAMES
     bool merge = false;
 };
@@ -73,8 +73,9 @@ ConvertOptions parse_convert(const Args& args) {
            "dtype of the stored weights; default: of each tensor as in SRC (fp64: fp32), or fp32 in a .bin file")
         ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
     add_weights_option(app, o.weights)
-        ->description("write the matrices in 8 or 4 bits: a directory for inference, which loads as it is; model: in "
-                      "--dtype");
+        ->description(
+            "write the matrices in 8 or 4 bits: a directory for inference, which loads as it is; model: in "
+            "--dtype");
     app.add_flag("--merge", o.merge, "SRC is a LoRA adapter of peft: write its base with the adapter added");
     add_base_option(app, o.base);
     parse(app, args);

@@ -220,8 +220,8 @@ void run_plan(const Args& args) {
     const Gpu* const gpu = planned_gpu(o);
     const Target target = gpu ? gpu->target() : this_target();
     const bool training = !o.inference && !o.generate;
-    o.packing = o.generate ? generation_packing(source, o.model.weights, o.model.type())
-                           : packing_of(source, o.model.weights);
+    o.packing =
+        o.generate ? generation_packing(source, o.model.weights, o.model.type()) : packing_of(source, o.model.weights);
     if (training) refuse_packed(source, "training");
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, target);
     auto [in_use_before, remark] = in_use_on(gpu);

@@ -51,7 +51,8 @@ void clear(Batch& batch) {
 
 // Adds the T positions of a packed training sequence to a batch: each example is an attention sequence, and so is the
 // padding.
-void add_packed(Batch& batch, const TokenFiles& files, const ExamplePacking& packing, int64_t sequence, int64_t vocab_size) {
+void add_packed(Batch& batch, const TokenFiles& files, const ExamplePacking& packing, int64_t sequence,
+                int64_t vocab_size) {
     const auto add = [&](int64_t n) {  // an attention sequence of n positions; returns where it starts
         const size_t begin = batch.tokens.size();
         batch.tokens.resize(begin + size_t(n), 0);

@@ -61,8 +61,9 @@ struct LoaderOptions {
 struct TrainingSource {
     const TokenFiles* files;
     const ExamplePacking* packing;  // of the files into sequences of T; null: fixed cuts
-    int64_t weight;          // of its samples among those of all sources
-    TrainingSource(const TokenFiles& f, const ExamplePacking* p = nullptr, int64_t w = 1) : files(&f), packing(p), weight(w) {}
+    int64_t weight;                 // of its samples among those of all sources
+    TrainingSource(const TokenFiles& f, const ExamplePacking* p = nullptr, int64_t w = 1)
+        : files(&f), packing(p), weight(w) {}
 };
 
 // Training sequences of T tokens in a source.

@@ -321,9 +321,10 @@ int64_t largest_linear(const ModelConfig& c, Size size) {
 
 // The scratch of packed linear layers and the head, on this program's device.
 int64_t packed_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
-    const int64_t rows = std::min(shape.B * shape.T, PackedWeights::ROWS), head_rows = std::min(rows, head_chunk(c, shape));
-    const int64_t layers = largest_linear(
-        c, [&](LinearSizes s) { return linear_scratch(rows, s.inputs, s.outputs, shape.dtype, true); });
+    const int64_t rows = std::min(shape.B * shape.T, PackedWeights::ROWS),
+                  head_rows = std::min(rows, head_chunk(c, shape));
+    const int64_t layers =
+        largest_linear(c, [&](LinearSizes s) { return linear_scratch(rows, s.inputs, s.outputs, shape.dtype, true); });
     return std::max(layers, linear_scratch(head_rows, c.channels, c.padded_vocab(), shape.dtype, true));
 }
 
@@ -336,7 +337,8 @@ int64_t forward_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
                          matmul_fp8_scratch(s.outputs, s.inputs, N, shape.target)});
     });
     return std::max(
-        {attention_forward_scratch(shape.target), shape.fp8.on ? fp8 : 0, shape.packing ? packed_scratch_bytes(c, shape) : 0,
+        {attention_forward_scratch(shape.target), shape.fp8.on ? fp8 : 0,
+         shape.packing ? packed_scratch_bytes(c, shape) : 0,
          c.has_linear_attention() ? linear_attention_forward_scratch(linear_sizes(c, shape), shape.target) : 0});
 }
 

@@ -20,9 +20,9 @@ struct ModelOptions {
     std::string model;
     std::string base;  // of an adapter; empty: the one that it names
     std::string dtype = "fp32";
-    bool auto_dtype = false;  // dtype was chosen by --dtype auto
+    bool auto_dtype = false;        // dtype was chosen by --dtype auto
     std::string weights = "model";  // or a name of PACKING_NAMES (driver/inference.h: packing_of)
-    bool for_gpu = false;     // plan --gpu: a dtype that this backend does not support
+    bool for_gpu = false;           // plan --gpu: a dtype that this backend does not support
     std::optional<int64_t> layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size;
     std::string norm, positions, mlp, bias, tied, attention, window, linear_rope, qk_norm, norm_placement, rope_partial,
         softcap_function, embedding_norm, head_bias, init, zero_init;

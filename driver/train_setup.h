@@ -21,7 +21,7 @@ struct TrainingData {
     DataDirectory directory;
     int64_t weight;  // of its samples among those of all directories
     TokenFiles train_files;
-    std::unique_ptr<TokenFiles> val_files = {};                     // null: the data has no validation split
+    std::unique_ptr<TokenFiles> val_files = {};                            // null: the data has no validation split
     std::unique_ptr<ExamplePacking> train_packing = {}, val_packing = {};  // null: fixed training sequences
 };
 

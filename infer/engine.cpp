@@ -33,8 +33,9 @@ const char* unfused_model_option(const ModelConfig& c, std::optional<Packing> pa
     return c.has_linear_attention()        ? "--attention linear"
            : c.norm_after                  ? "--norm-placement after"
            : c.qk_norm == QkNorm::AllHeads ? "--qk-norm all-heads"
-           : packing && !(packed(c.channels) && packed(c.heads * c.head_size) && packed(c.ffn))        ? "--weights where some matrices are not packed"
-                                           : nullptr;
+           : packing && !(packed(c.channels) && packed(c.heads * c.head_size) && packed(c.ffn))
+               ? "--weights where some matrices are not packed"
+               : nullptr;
 }
 
 // Bits of step_classes beside those of sampling_class: what a step computes after sampling.
@@ -82,8 +83,9 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
       dynamic_rope(config.positions == Positions::RoPE && config.rope_scaling.kind == RopeScaling::Kind::Dynamic &&
                    options.context > config.rope_scaling.original_max_position),
       cache(config, {options.slots, options.context, options.cache_pages, pass_tokens()}, options.dtype),
-      fused_step_max_batch(
-          options.batch_invariant || unfused_model_option(config, options.packing) ? 0 : decode_step_max_batch(decode_model())),
+      fused_step_max_batch(options.batch_invariant || unfused_model_option(config, options.packing)
+                               ? 0
+                               : decode_step_max_batch(decode_model())),
       states(config, options.slots),
       lengths(size_t(options.slots), 0) {
     require(options.slots > 0 && options.context > 0, "engine: a batch of ", options.slots, " sequences of ",

@@ -47,7 +47,7 @@ struct EngineOptions {
     int64_t cache_pages = 0;    // pages of the KV cache (infer/kv_cache.h); 0: enough for all slots at full length
     DType dtype = DType::F32;   // of weights, activations and cache
     std::optional<Packing> packing = {};  // of the matrices that packs() (runtime/model/packed_params.h)
-    SamplingOptions sampling;   // of prompts without options of their own
+    SamplingOptions sampling;             // of prompts without options of their own
     // What prompts may ask for; memory is planned for no more.
     uint32_t sampling_classes = 0;  // bits of sampling_class, beside those that `sampling` needs
     int64_t top_logprobs = 0;       // at most MAX_TOP_LOGPROBS

@@ -35,7 +35,7 @@ ALWAYS_INLINE uint8_t e4m3(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     const uint32_t sign = bits >> 24 & 0x80, magnitude = std::min(bits & 0x7fffffffu, 0x43e00000u);  // at most 448
-    const uint32_t normal = (magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20;                    // exponent bias 127
+    const uint32_t normal = (magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20;  // exponent bias 127
     // Below 2⁻⁶ codes are multiples of 2⁻⁹, which is the spacing of floats from 2¹⁴ on: the addition rounds.
     const float shifted = float_of(magnitude) + 0x1p14f;
     uint32_t subnormal;
@@ -58,8 +58,8 @@ ALWAYS_INLINE int32_t round_half_away(float x) {
     return whole + (rest >= 0.5f) - (rest <= -0.5f);
 }
 
-// scaled = x · (1 / d), rounded to fp32 as in llama.cpp: the compiler may not fuse the product with what is added to it.
-// Zeros where 1 / d is not finite: d is then 0, beyond the range of fp16, or NaN.
+// scaled = x · (1 / d), rounded to fp32 as in llama.cpp: the compiler may not fuse the product with what is added to
+// it. Zeros where 1 / d is not finite: d is then 0, beyond the range of fp16, or NaN.
 ALWAYS_INLINE void scale_group(float (&scaled)[G], const float* x, float d) {
     const float inverse = d != 0 && std::isfinite(d) && std::isfinite(1 / d) ? 1 / d : 0;
     for (int64_t i = 0; i < G; i++) scaled[i] = x[i] * inverse;

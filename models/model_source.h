@@ -20,7 +20,7 @@ struct ModelSource {
     std::string directory;  // model directory; empty for a preset
     ModelConfig config;
     nlohmann::json original_config = nlohmann::json::object();  // contents of config.json, {} for a preset
-    std::string adapter;  // directory of a LoRA adapter that is added to the weights; empty: none
+    std::string adapter;                  // directory of a LoRA adapter that is added to the weights; empty: none
     std::optional<Packing> packing = {};  // of a directory with packed weights (`convert --weights`): inference only
 };
 // An adapter (models/lora_adapter.h), or a run that trained one, is its base with the adapter added. base: the base's

@@ -36,9 +36,9 @@ void packed_linear(benchmark::State& state, DType T) {
     const int64_t N = state.range(0), C = state.range(1), OC = state.range(2);
     const BenchArray out(T, {N, OC}), inp(T, {N, C}), scratch = BenchArray::bytes(linear_scratch(N, C, OC, T, true)),
                                                       rows = BenchArray::bytes(OC * packed_row_bytes(PACKING, C));
-    const PackedWeight weight{PACKING, C,
-                              make_tensor(rows.tensor().data, DType::U8, rows.tensor().device,
-                                          {OC, packed_row_bytes(PACKING, C)})};
+    const PackedWeight weight{
+        PACKING, C,
+        make_tensor(rows.tensor().data, DType::U8, rows.tensor().device, {OC, packed_row_bytes(PACKING, C)})};
     LinearWeights weights;
     weights.packed = &weight;
     run_bench(
@@ -85,7 +85,7 @@ BENCH(norm_linear_gelu, NAMES, (Sizes{{1, 768, 3072}}),
 BENCH(norm_linear_swiglu, NAMES, (Sizes{{1, 576, 3072}}), (Sizes{{1, 2048, 16384}, {8, 2048, 16384}}));
 BENCH(linear_residual, NAMES, (Sizes{{1, 768, 768}, {1, 3072, 768}, {512, 3072, 768}}),
       (Sizes{{1, 768, 768}, {1, 3072, 768}, {64, 768, 768}, {64, 3072, 768}, {1, 8192, 2048}}));
-const Sizes PACKED_CPU = {{1, 576, 576},  {1, 576, 3072}, {1, 1536, 576}, {1, 576, 49152},
+const Sizes PACKED_CPU = {{1, 576, 576},  {1, 576, 3072}, {1, 1536, 576},   {1, 576, 49152},
                           {4, 576, 3072}, {8, 576, 3072}, {512, 576, 3072}, {512, 1536, 576}},
             PACKED_GPU = {{1, 2048, 16384}, {8, 2048, 16384}, {64, 2048, 16384}, {512, 2048, 16384}};
 BENCH(linear_fp8, NAMES, PACKED_CPU, PACKED_GPU);

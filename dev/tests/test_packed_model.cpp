@@ -60,9 +60,9 @@ EngineOptions packed_options(int64_t slots, Packing packing) {
 }  // namespace
 
 // fp8 is exact on the CPU. Int8 and Int4 quantise activations: an error of step/√12 a value, where the step is the
-// largest of 32 values / 127. For normal values that is 2.1/127/√12 = 0.5% of a value's RMS, and as much of a sum's. The
-// residual adds up those of 4 linear layers a block, two blocks and the head: √9 · 0.5% = 1.5%, and twice that is the
-// bound. A wrong scale or order of codes gives more than 50%.
+// largest of 32 values / 127. For normal values that is 2.1/127/√12 = 0.5% of a value's RMS, and as much of a sum's.
+// The residual adds up those of 4 linear layers a block, two blocks and the head: √9 · 0.5% = 1.5%, and twice that is
+// the bound. A wrong scale or order of codes gives more than 50%.
 TEST(PackedModel, PassesMatchTheDequantisedModel) {
     for (const char* attention : {"SS", "LG", "SW"})
         for (const bool tied : {false, true})
@@ -136,8 +136,7 @@ TEST(PackedModel, ThePlanIsWhatIsAllocated) {
                 const PackedWeight* const w = m.packed.packed->find(p);
                 EXPECT_EQ(w == nullptr, bool(m.packed.weight(p.role, p.layer))) << p.name;
                 EXPECT_EQ(w != nullptr, p.cols % 32 == 0 && p.cols > 0 && p.role != DECAY_GATE_W) << p.name;
-                (w ? packed_bytes : others) +=
-                    w ? w->rows.bytes() : m.packed.weight(p.role, p.layer).bytes();
+                (w ? packed_bytes : others) += w ? w->rows.bytes() : m.packed.weight(p.role, p.layer).bytes();
             }
             EXPECT_NEAR(double(m.packed.packed->bytes()), double(packed_bytes), 256.0 * double(c.layers * 4 + 2));
             EXPECT_NEAR(double(m.packed.bytes()), double(others), 512.0 * double(m.packed.table.params.size()));

@@ -138,7 +138,8 @@ TEST(PackedWeight, DequantisesToTheSameBitsEverywhere) {
 
 TEST(PackedWeight, TheEmbeddingIsTheDequantisedRow) {
     const int64_t V = 40, C = 64, P = 5, N = 6;
-    const TestArray tokens = TestArray::ints({0, 39, 7, 7, 1, 20}, {N}), positions = TestArray::ints({4, 0, 1, 2, 3, 4}, {N});
+    const TestArray tokens = TestArray::ints({0, 39, 7, 7, 1, 20}, {N}),
+                    positions = TestArray::ints({4, 0, 1, 2, 3, 4}, {N});
     const TestArray wpe = TestArray::random({P, C}, 4);
     for (const Packing packing : ALL_PACKINGS) {
         const HostPacked host(packing, normal_weights(V * C, 5), V, C);
@@ -185,12 +186,21 @@ TEST(PackedWeight, TheSameBitsWithAnyNumberOfThreads) {
 TEST(PackedWeight, InvalidArgumentsAreErrors) {
     std::vector<float> w(2 * 40, 1.0f);
     HostPacked h(Packing::Int4, 2, 32);
-    expect_error([&] { packed_quantise(h.view(), host_tensor(w.data(), {2, 40})); },
-                 "packed_quantise: rows of 40 weights, expected a multiple of 32");
-    expect_error([&] { packed_quantise(h.view(), host_tensor(w.data(), {1, 64})); },
-                 "packed_quantise: the packed weight has rows of 32 weights, expected 64");
-    expect_error([&] { packed_quantise(h.view(), host_tensor(w.data(), {1, 32})); },
-                 "packed_quantise: packed.rows is uint8 [2, 32], expected uint8 [1, 32]");
+    expect_error(
+        [&] {
+            packed_quantise(h.view(), host_tensor(w.data(), {2, 40}));
+        },
+        "packed_quantise: rows of 40 weights, expected a multiple of 32");
+    expect_error(
+        [&] {
+            packed_quantise(h.view(), host_tensor(w.data(), {1, 64}));
+        },
+        "packed_quantise: the packed weight has rows of 32 weights, expected 64");
+    expect_error(
+        [&] {
+            packed_quantise(h.view(), host_tensor(w.data(), {1, 32}));
+        },
+        "packed_quantise: packed.rows is uint8 [2, 32], expected uint8 [1, 32]");
     const DevicePacked device(HostPacked(Packing::Int8, normal_weights(64, 8), 2, 32));
     const TestArray out = TestArray::poisoned({2, 64});
     expect_error([&] { packed_dequantise(out, device, Stream{}); },

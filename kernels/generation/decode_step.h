@@ -62,7 +62,7 @@ struct DecodeModel {
     float eps = 1e-5f, scale = 1;
     bool centred = true;  // LayerNorm, else RMSNorm
     bool qk_norm = false, embedding_norm = false, head_bias = false;
-    std::optional<Packing> packing = {};  // of wte, the head and all matrices; none: they are in T
+    std::optional<Packing> packing = {};     // of wte, the head and all matrices; none: they are in T
     std::vector<DecodeLayer> layer_options;  // by layer; empty: the defaults in all of them
 };
 

@@ -1,7 +1,8 @@
 // A GEMM of dot products in registers: tiles of NB rows of inp and OB rows of weight, both read along c in place,
 // without packing. A single row streams the weights from memory, whose bandwidth limits it; several rows reuse them
 // from the caches. Every output is the sum of the same 16 partial sums in the same order, whatever the tile.
-// Weights W are fp32, or bf16 or E4M3 codes that are converted in registers: the same bits as from an fp32 copy. packed_linear.h has those with integer sums.
+// Weights W are fp32, or bf16 or E4M3 codes that are converted in registers: the same bits as from an fp32 copy.
+// packed_linear.h has those with integer sums.
 #include "kernels/generation/linear.h"
 
 #include <algorithm>
@@ -75,8 +76,9 @@ ALWAYS_INLINE vec16 load_last_weights(const E4M3*, int64_t) {
 // The 16 partial sums are one vec16 with AVX-512, two vec8 with AVX2 (kernels/cpu/cpu_tile.h). ldw: bytes.
 template <typename V, int NB, int OB, typename W>
 ALWAYS_INLINE void tile(const Output& to, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t C) {
-    const auto row_of = [&](int o)
-                            INLINE_LAMBDA { return reinterpret_cast<const W*>(reinterpret_cast<const char*>(w) + o * ldw); };
+    const auto row_of = [&](int o) INLINE_LAMBDA {
+        return reinterpret_cast<const W*>(reinterpret_cast<const char*>(w) + o * ldw);
+    };
     constexpr int PARTS = int(16 / WIDTH<V>);
     V sum[NB][OB][PARTS] = {};
     int64_t c = 0;

@@ -96,11 +96,10 @@ void portable_rows(const PackedLinear& p, int64_t begin, int64_t end) {
     }
 }
 
-constexpr PackedKernels PORTABLE = {"C++", portable_rows,
-                                    [](const PackedLinear& p, const Panel&, int64_t begin, int64_t end) {
-                                        portable_rows(p, begin, end);
-                                    },
-                                    [](Packing) { return 0; }};
+constexpr PackedKernels PORTABLE = {
+    "C++", portable_rows,
+    [](const PackedLinear& p, const Panel&, int64_t begin, int64_t end) { portable_rows(p, begin, end); },
+    [](Packing) { return 0; }};
 
 const PackedKernels* const* all_kernels() {
     static const PackedKernels* const all[] = {packed_kernels_amx(), packed_kernels_vnni(), packed_kernels_avx2(),

@@ -86,8 +86,7 @@ AMX void tile(const PackedLinear& p, const Panel& panel, int64_t n, int64_t half
         }
         add_partials(waiting, partial, i);
     }
-    for (int r = 0; r < ROWS; r++)
-        _mm512_storeu_ps(out[r] + half * Panel::HALF, waiting[PARTIAL_LEVELS - 1][r]);
+    for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(out[r] + half * Panel::HALF, waiting[PARTIAL_LEVELS - 1][r]);
 }
 
 AMX void panel_rows(const PackedLinear& p, const Panel& panel, int64_t begin, int64_t end) {

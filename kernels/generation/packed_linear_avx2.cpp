@@ -80,8 +80,8 @@ void fill_panel(const PackedLinear& p, const Panel& panel, int64_t begin, int64_
     for (int64_t i = 0; i < PANEL_OUTPUTS; i++) {
         const uint8_t* const row = p.row(std::min(begin + i, end - 1));
         for (int64_t g = 0; g < p.groups(); g++) {
-            uint8_t* const to = panel.codes + g * Panel::GROUP_BYTES + i / Panel::HALF * Panel::GROUP_BYTES / 2 +
-                                i % Panel::HALF * 4;
+            uint8_t* const to =
+                panel.codes + g * Panel::GROUP_BYTES + i / Panel::HALF * Panel::GROUP_BYTES / 2 + i % Panel::HALF * 4;
             uint32_t words[8];
             if (p.packing == Packing::Int8) {
                 std::memcpy(words, row + g * G, sizeof words);
@@ -100,7 +100,8 @@ void fill_panel(const PackedLinear& p, const Panel& panel, int64_t begin, int64_
 
 // NB rows of inp from n on, 8 outputs of the panel from `first` on.
 template <Packing P, int NB>
-ALWAYS_INLINE void tile(const PackedLinear& p, const Panel& panel, int64_t n, int64_t first, float (*out)[PANEL_OUTPUTS]) {
+ALWAYS_INLINE void tile(const PackedLinear& p, const Panel& panel, int64_t n, int64_t first,
+                        float (*out)[PANEL_OUTPUTS]) {
     const __m256i ones = _mm256_set1_epi16(1);
     const int64_t half = first / Panel::HALF, lane = first % Panel::HALF;
     __m256 waiting[PARTIAL_LEVELS][NB];

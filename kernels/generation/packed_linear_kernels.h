@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "kernels/cpu/cpu.h"
-#include "runtime/model/packed_weight.h"
 #include "runtime/device/cpu_dispatch.h"
+#include "runtime/model/packed_weight.h"
 
 constexpr int64_t PANEL_OUTPUTS = 32, PARTIALS = 16;
 

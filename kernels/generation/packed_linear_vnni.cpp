@@ -16,8 +16,8 @@ using namespace packed_panel;
 // One row of inp: a block of 16 groups of a row of weight.
 template <Packing P>
 struct Block {
-    static constexpr int LOADS = P == Packing::Int8 ? 8 : 4;                   // vectors of codes
-    static constexpr int64_t BYTES = packed_code_bytes(P, PARTIALS * G);       // of codes
+    static constexpr int LOADS = P == Packing::Int8 ? 8 : 4;                  // vectors of codes
+    static constexpr int64_t BYTES = packed_code_bytes(P, PARTIALS* G);       // of codes
     static constexpr int64_t WORDS = packed_code_bytes(P, PACKED_GROUP) / 4;  // of a group
 };
 
@@ -52,7 +52,7 @@ VNNI_INLINE __m512i dot_groups(const uint8_t* w, const __m512i (&x)[8], int64_t 
     for (int i = 0; i < LOADS; i++) {
         const int64_t words = std::clamp<int64_t>(n * Block<P>::WORDS - 16 * i, 0, 16);
         const __m512i codes = GROUPS == PARTIALS ? _mm512_loadu_si512(w + 64 * i)
-                                    : _mm512_maskz_loadu_epi32(__mmask16((1u << words) - 1), w + 64 * i);
+                                                 : _mm512_maskz_loadu_epi32(__mmask16((1u << words) - 1), w + 64 * i);
         if constexpr (P == Packing::Int8) {
             sum[i] = _mm512_dpbusd_epi32(zero, _mm512_xor_si512(codes, flip), x[i]);
         } else {
@@ -84,7 +84,8 @@ VNNI_INLINE void add_block(__m512 (&partial)[OB], const PackedLinear& p, const u
     for (int o = 0; o < OB; o++) {
         const uint8_t *const w = row + o * p.row_bytes, *const scales = w + packed_code_bytes(P, p.C) + 2 * g;
         const __m512i sums = dot_groups<P, GROUPS>(w + packed_code_bytes(P, g * G), x, n);
-        const __m256i halves = GROUPS == PARTIALS ? load_half(scales) : _mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), scales);
+        const __m256i halves =
+            GROUPS == PARTIALS ? load_half(scales) : _mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), scales);
         partial[o] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(sums, offsets)),
                                      _mm512_mul_ps(_mm512_cvtph_ps(halves), dx), partial[o]);
     }
@@ -92,8 +93,8 @@ VNNI_INLINE void add_block(__m512 (&partial)[OB], const PackedLinear& p, const u
 
 template <Packing P, int OB>
 VNNI_INLINE void dot_rows(const PackedLinear& p, int64_t o) {
-    // OB rows are prefetched as one stream, a part of it with each block. From 8 KiB on a core gets all that memory gives
-    // one (EPYC 9005: 37 GB/s, and 24 with 2 KiB).
+    // OB rows are prefetched as one stream, a part of it with each block. From 8 KiB on a core gets all that memory
+    // gives one (EPYC 9005: 37 GB/s, and 24 with 2 KiB).
     constexpr int64_t AHEAD = 8192;
     const uint8_t* const row = p.row(o);
     const int64_t blocks = (p.groups() + PARTIALS - 1) / PARTIALS, part = OB * p.row_bytes / blocks;
@@ -146,7 +147,8 @@ VNNI void tile(const PackedLinear& p, const Panel& panel, int64_t n, float (*out
             const int64_t at = n * p.group_stride + g;
             __m512i sum[2 * NB];
 #pragma GCC unroll 6
-            for (int r = 0; r < NB; r++) sum[2 * r] = sum[2 * r + 1] = _mm512_set1_epi32(p.offsets[at + r * p.group_stride]);
+            for (int r = 0; r < NB; r++)
+                sum[2 * r] = sum[2 * r + 1] = _mm512_set1_epi32(p.offsets[at + r * p.group_stride]);
 #pragma GCC unroll 8
             for (int k = 0; k < 8; k++) {
                 const __m512i w0 = _mm512_load_si512(panel.group(g, 0) + 64 * k),

@@ -20,8 +20,7 @@ using FetchParam = std::function<const float*(const Param& p, std::vector<float>
 using StoredDType = std::function<DType(const Param& p, const SourceTensor& tensor)>;
 
 // Returns rows [row, row + rows) of a parameter's matrix, or elements of a vector, without padding rows.
-using FetchRows =
-    std::function<const float*(const Param& p, int64_t row, int64_t rows, std::vector<float>& buffer)>;
+using FetchRows = std::function<const float*(const Param& p, int64_t row, int64_t rows, std::vector<float>& buffer)>;
 
 // Weights in files, read one parameter at a time.
 struct WeightSource {
