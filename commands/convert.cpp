@@ -7,6 +7,7 @@
 #include "data/tokenizer_import.h"
 #include "model.h"
 #include "models/bin_models.h"
+#include "models/gguf_model.h"
 #include "models/lora_adapter.h"
 #include "runtime/files/files.h"
 #include "runtime/files/non_finite.h"
@@ -39,7 +40,7 @@ Source open_source(const ConvertOptions& o) {
     require(o.merge == !find_adapter(path).empty(), path,
             o.merge ? ": is not an adapter, so there is nothing to merge; leave --merge out"
                     : ": is an adapter; add --merge to write its base with the adapter added");
-    if (path_exists(path) && !is_directory(path)) {
+    if (path_exists(path) && !is_directory(path) && !GgufModel::is_gguf(path)) {
         const BinModel file(path);
         ParamTable table = parameter_table(file.config(), 1);
         ModelSource model;
@@ -99,7 +100,7 @@ void run_convert(const Args& args) {
     const std::string tokenizer = join_path(directory.path(), "tokenizer.json");
     const ModelConfig& config = source.model.config;
     if (!o.tokenizer.empty()) write_file(tokenizer, import_tokenizer(o.tokenizer));
-    save_model_files(directory.path(), config, source.model.original_config, {source.model.directory});
+    save_model_files(directory.path(), config, source.model.original_config, {source.model.files});
     add_end_tokens(directory.path(), source.model, {});
     if (!o.tokenizer.empty()) {
         const int64_t vocab_size = Tokenizer(tokenizer, o.tokenizer).vocab_size();

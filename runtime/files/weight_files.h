@@ -1,4 +1,5 @@
-// The weights in a model directory: one safetensors file or shards with an index, in Hugging Face layout.
+// The weights of a model: of a model directory in Hugging Face layout, which has one safetensors file or shards with an
+// index, or of a file in another format.
 #pragma once
 
 #include <functional>
@@ -23,7 +24,7 @@ struct WeightSource {
     StoredDType dtype;
 };
 
-// A directory's weights (ParamTable::file), checked against a table: every source tensor is present with its shape.
+// A model's weights. Those of a directory (ParamTable::file) are checked against a table: every source tensor is present with its shape.
 // Other tensors are an Error, except known buffers (GPT-2's attn.bias, attn.masked_bias, rotary inv_freq) and a tied
 // model's lm_head.weight that equals the token embedding, the table's first parameter. (If they differ it is an Error,
 // because transformers 4 uses the embedding and transformers 5 the head.) Names may lack the family's prefix
@@ -36,27 +37,34 @@ class StoredWeights {
         std::string name;
         StoredPart part;
     };
-    std::vector<Tensor> tensors(const Param& p) const;
+    using Tensors = std::vector<std::vector<Tensor>>;  // by Param::index
+    // Of another format: `owner` keeps the files open, `model` names them in errors.
+    StoredWeights(std::string model, std::shared_ptr<const void> owner, Tensors all);
+
+    const std::vector<Tensor>& tensors(const Param& p) const { return by_param[p.index]; }
+    const std::string& path() const { return where; }
 
   private:
-    struct Files;
-    std::shared_ptr<const Files> files;
-    bool own_names = false;
+    std::string where;
+    std::shared_ptr<const void> files;
+    Tensors by_param;
 };
 
 // Changes elements [begin, begin + count) of a parameter, in memory order, when they have been read. Called from
 // several threads.
 using AdjustValues = std::function<void(const Param& p, int64_t begin, int64_t count, float* values)>;
 
-// Opens a directory's weights.
+// Opens a model's weights. std::string: a directory.
+WeightSource open_weight_source(const StoredWeights& weights, const AdjustValues& adjust = {});
 WeightSource open_weight_source(const std::string& directory, const ParamTable& table, const AdjustValues& adjust = {});
 
-// Fills the arenas, on host or device, from a directory's weights, with the checks of StoredWeights. Padding rows are
+// Fills the arenas, on host or device, from a model's weights, with the checks of StoredWeights. Padding rows are
 // set to zero. After an Error of these checks the arenas are unchanged. A finite value that 16-bit arenas would make
 // infinite is an Error that names the tensor. Parameters that a packed arena does not hold are not read. Returns a
 // warning that names the tensors with values that are not finite, for stderr; empty if there are none.
-std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas,
+std::string load_weights(const StoredWeights& weights, const ParamTable& table, const WeightArenas& arenas,
                          const AdjustValues& adjust = {});
+std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas);
 
 // Whether a directory has a file of weights, or an index of shards.
 bool holds_weights(const std::string& directory);
