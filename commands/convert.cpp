@@ -88,6 +88,7 @@ ConvertOptions parse_convert(const Args& args) {
 void run_convert(const Args& args) {
     const ConvertOptions o = parse_convert(args);
     Source source = open_source(o);
+    if (source.model.gguf) std::cerr << source.model.gguf->warning();
     NonFiniteTensors non_finite;
     source.weights.fetch = non_finite.watch(source.weights.fetch);
     if (is_bin(o.target)) {

@@ -64,19 +64,21 @@ std::string gguf_architecture_names() {
 }
 
 std::vector<std::string> gguf_names(const GgufArchitecture& architecture, const Param& p) {
-    for (const TensorNames& t : architecture.tensors) {
-        const bool weight = p.role == t.role, bias = p.role == bias_of(t.role);
-        if (!weight && !bias) continue;
-        std::vector<std::string> names;
-        for (std::string name : t.names) {
-            if (const size_t at = name.find('*'); at != std::string::npos) name.replace(at, 1, str(p.layer));
-            names.push_back(name + (weight ? ".weight" : ".bias"));
-        }
-        require(names.size() == p.sources.size(), p.name, ": ", names.size(), " tensors in a GGUF file for ",
-                p.sources.size(), " in a model directory");
-        return names;
+    const auto find = [&](bool bias) {
+        return std::find_if(architecture.tensors.begin(), architecture.tensors.end(),
+                            [&](const TensorNames& t) { return p.role == (bias ? bias_of(t.role) : t.role); });
+    };
+    const auto weight = find(false), found = weight == architecture.tensors.end() ? find(true) : weight;
+    require(found != architecture.tensors.end(), "files of llama.cpp's ", architecture.name, " have no tensor for ",
+            p.name);
+    std::vector<std::string> names;
+    for (std::string name : found->names) {
+        if (const size_t at = name.find('*'); at != std::string::npos) name.replace(at, 1, str(p.layer));
+        names.push_back(name + (found == weight ? ".weight" : ".bias"));
     }
-    throw Error(str("files of llama.cpp's ", architecture.name, " have no tensor for ", p.name));
+    require(names.size() == p.sources.size(), p.name, ": ", names.size(), " tensors in a GGUF file for ",
+            p.sources.size(), " in a model directory");
+    return names;
 }
 
 bool gguf_interleaves(const GgufArchitecture& architecture, const Param& p, size_t i) {

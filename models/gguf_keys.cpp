@@ -141,9 +141,9 @@ const std::vector<IgnoredKeys> IGNORED = {
      {"tokenizer.huggingface.json"}},
     {"the default template is imported; to take another is a choice of each request",
      {"tokenizer.chat_templates", "tokenizer.chat_template.*"}},
-    {"tools of llama.cpp write it about a file",
-     {"general.datasets", "quantize.imatrix.*"}},
 };
+// Keys that tools of llama.cpp write about a file and its Python package does not declare.
+constexpr const char* WRITTEN_BY_TOOLS[] = {"general.datasets", "quantize.imatrix.*"};
 
 bool is_list_of(const json& value, bool (json::*of_type)() const noexcept) {
     return value.is_array() && std::all_of(value.begin(), value.end(), [&](const json& x) { return (x.*of_type)(); });
@@ -184,10 +184,11 @@ const char* name_of(Kind kind) {
 }
 
 bool is_ignored(const std::string& key) {
-    for (const IgnoredKeys& group : IGNORED)
-        for (const char* pattern : group.patterns)
-            if (fnmatch(pattern, key.c_str(), 0) == 0) return true;
-    return false;
+    const auto matches = [&](const char* pattern) { return fnmatch(pattern, key.c_str(), 0) == 0; };
+    return std::any_of(std::begin(WRITTEN_BY_TOOLS), std::end(WRITTEN_BY_TOOLS), matches) ||
+           std::any_of(IGNORED.begin(), IGNORED.end(), [&](const IgnoredKeys& group) {
+               return std::any_of(group.patterns.begin(), group.patterns.end(), matches);
+           });
 }
 
 template <typename Row, size_t N>

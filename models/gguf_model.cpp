@@ -181,7 +181,7 @@ class ConfigReader {
 const GgufArchitecture& architecture_of(const GgufFile& file) {
     const std::string name = file.keys().at("general.architecture");
     const GgufArchitecture* found = find_gguf_architecture(name);
-    require(found, file.path(), ": is of the architecture ", shown(json(name)), "; supported: ",
+    require(found, file.path(), ": is of the architecture ", shown_text(name), "; supported: ",
             gguf_architecture_names());
     return *found;
 }
@@ -205,7 +205,7 @@ std::string unknown_keys_of(const std::string& path, const std::vector<std::stri
     if (keys.empty()) return "";
     std::string names;
     constexpr size_t MOST = 5;
-    for (size_t i = 0; i < std::min(keys.size(), MOST); i++) names += str(i ? ", " : "", shown(json(keys[i])));
+    for (size_t i = 0; i < std::min(keys.size(), MOST); i++) names += str(i ? ", " : "", shown_text(keys[i]));
     if (keys.size() > MOST) names += str(" and ", keys.size() - MOST, " more");
     return str(path, ": unknown keys are ignored: ", names, "\n");
 }
@@ -248,7 +248,7 @@ StoredWeights GgufModel::weights(const ParamTable& table) const {
         }
     }
     for (const auto& [name, tensor] : file->tensors())
-        require(wanted.count(name), file->path(), ": tensor ", shown(json(name)), " is of no ", architecture.name,
+        require(wanted.count(name), file->path(), ": tensor ", shown_text(name), " is of no ", architecture.name,
                 " model that is supported");
     return {file->path(), file, std::move(all)};
 }

@@ -86,11 +86,6 @@ json scalar(uint32_t type, const char* bytes) {
     }
 }
 
-// A name from a file in a message, quoted.
-std::string quoted(const std::string& name) {
-    return shown(json(name));
-}
-
 // Reads a header front to back. It never takes memory for a count that the file is too short for.
 class HeaderReader {
   public:
@@ -210,7 +205,7 @@ void check_offsets(const std::map<std::string, GgufTensor>& table, int64_t align
                    const FileReader& file) {
     std::map<int64_t, const std::string*> by_offset;
     for (const auto& [name, tensor] : table) {
-        const std::string where = str(file.path(), ": tensor ", quoted(name));
+        const std::string where = str(file.path(), ": tensor ", shown_text(name));
         require((tensor.offset - begin) % alignment == 0, where, " is at offset ", tensor.offset - begin,
                 ", which is no multiple of ", alignment, "; the file is damaged");
         const int64_t bytes = tensor.type->bytes(tensor.numel());
@@ -218,13 +213,13 @@ void check_offsets(const std::map<std::string, GgufTensor>& table, int64_t align
                 " bytes at offset ", tensor.offset, " of the file, which ends at ", file.size(),
                 "; the file is incomplete");
         const auto [other, is_new] = by_offset.insert({tensor.offset, &name});
-        require(is_new, where, " overlaps tensor ", quoted(*other->second), "; the file is damaged");
+        require(is_new, where, " overlaps tensor ", shown_text(*other->second), "; the file is damaged");
     }
     int64_t end = begin;
     const std::string* previous = nullptr;
     for (const auto& [offset, name] : by_offset) {
-        require(offset >= end, file.path(), ": tensor ", quoted(*name), " overlaps tensor ",
-                previous ? quoted(*previous) : "", "; the file is damaged");
+        require(offset >= end, file.path(), ": tensor ", shown_text(*name), " overlaps tensor ",
+                previous ? shown_text(*previous) : "", "; the file is damaged");
         const GgufTensor& tensor = table.at(*name);
         end = offset + tensor.type->bytes(tensor.numel());
         previous = name;
@@ -258,21 +253,21 @@ GgufFile::GgufFile(const std::string& path) : file(path) {
                num_keys = header.number<uint64_t>("the number of keys");
     header.expect(num_keys, 13, str("a header with ", num_keys, " keys"));
     for (uint64_t i = 0; i < num_keys; i++) {
-        const std::string name = header.text("the name of a key"), what = str("key ", quoted(name));
+        const std::string name = header.text("the name of a key"), what = str("key ", shown_text(name));
         if (values.contains(name)) header.damaged(str(what, " occurs twice"));
         const auto type = header.number<uint32_t>(what);
         values[name] = header.value(type, what);
     }
     header.expect(num_tensors, 24, str("a header with ", num_tensors, " tensors"));
     for (uint64_t i = 0; i < num_tensors; i++) {
-        const std::string name = header.text("the name of a tensor"), what = str("tensor ", quoted(name));
+        const std::string name = header.text("the name of a tensor"), what = str("tensor ", shown_text(name));
         const bool is_new = table.insert({name, read_tensor(header, str(path, ": ", what), what)}).second;
         if (!is_new) header.damaged(str(what, " occurs twice"));
     }
     const int64_t alignment = alignment_of(values, path), begin = padded(header.position(), alignment);
     for (auto& [name, tensor] : table) tensor.offset += begin;
     check_offsets(table, alignment, begin, file);
-    for (const auto& [name, tensor] : table) check_readable(*tensor.type, str(path, ": tensor ", quoted(name)));
+    for (const auto& [name, tensor] : table) check_readable(*tensor.type, str(path, ": tensor ", shown_text(name)));
 }
 
 const GgufTensor& GgufFile::tensor(const std::string& name) const {

@@ -196,6 +196,11 @@ ordered_json read_ordered_json(const std::string& path) {
     return parse_ordered_json_object(read_file(path, LONGEST), path);
 }
 
+std::string shown_text(const std::string& text) {
+    const std::string quoted = shown(json(text));
+    return quoted.substr(1, quoted.size() - (quoted.back() == '"' ? 2 : 1));
+}
+
 json JsonKeys::value(const char* key) const {
     return object.value(key, json());
 }

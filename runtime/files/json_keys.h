@@ -31,6 +31,9 @@ std::string shown(const Json& value) {
     return text.size() > 120 ? text.substr(0, 120) + "…" : text;
 }
 
+// Text from a file in such a message, without quotes.
+std::string shown_text(const std::string& text);
+
 struct JsonKeys {
     std::string path;  // of the file
     nlohmann::json object;
