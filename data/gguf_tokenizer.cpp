@@ -35,7 +35,7 @@ constexpr struct {
     const char *role, *key;
 } ROLES[] = {{"bos_token", "bos"}, {"eos_token", "eos"}, {"unk_token", "unknown"}, {"pad_token", "padding"}};
 
-// In this order: the ids that llama.cpp ends a text at.
+// The ids that llama.cpp ends a text at, those of filling in at a middle among them.
 constexpr const char* END_TOKENS[] = {"eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
 
 constexpr const char* CHAT_TEMPLATE = "tokenizer.chat_template";
@@ -169,4 +169,185 @@ std::vector<int64_t> gguf_end_tokens(const GgufFile& file) {
         if (id >= 0 && std::find(ids.begin(), ids.end(), id) == ids.end()) ids.push_back(id);
     }
     return ids;
+}
+
+namespace {
+
+// What llama.cpp has no expression for.
+[[noreturn]] void inexpressible(const std::string& tokenizer, const std::string& what) {
+    throw Error(str(tokenizer, ": llama.cpp has no tokenizer ", what,
+                    "; convert the model without its tokenizer.json, or give it another with --tokenizer"));
+}
+
+// A tokenizer.json as the keys of a GGUF file.
+class TokenizerKeys {
+  public:
+    TokenizerKeys(const ModelFiles& model, const GgufTokenIds& given)
+        : file(model.shown_as("tokenizer.json")), root(parse_json_object(model.read("tokenizer.json"), file)),
+          declared(read_declared_tokens(model)), tokenizer(model), ids(given) {
+        const json& vocab = root["model"]["vocab"];
+        std::unordered_map<std::string, int32_t> by_text;
+        for (const auto& [token, id] : vocab.items()) by_text[token] = id.get<int32_t>();
+        added = declared.complete(root.value("added_tokens", json::array()), by_text, file);
+        require(tokenizer.vocab_size() <= ids.vocab_size, file, " has ", tokenizer.vocab_size(),
+                " tokens, but the model's vocabulary has ", ids.vocab_size, "; give the model's own tokenizer");
+        tokens.resize(size_t(ids.vocab_size));
+        types.assign(tokens.size(), UNUSED);
+        for (const auto& [token, id] : by_text) put(id, token, NORMAL);
+        for (const json& token : added)
+            put(token["id"], token["content"], token.value("special", false) ? CONTROL : USER_DEFINED);
+    }
+
+    void set(GgufWriter& writer) {
+        const bool sentencepiece = read_sentencepiece();
+        writer.set(ggml("model"), sentencepiece ? "llama" : "gpt2");
+        writer.set(ggml("pre"), sentencepiece ? std::string("default") : words());
+        std::vector<std::string> texts;
+        for (size_t i = 0; i < tokens.size(); i++) texts.push_back(tokens[i].value_or(str("[PAD", i, "]")));
+        if (sentencepiece) {
+            writer.set(ggml("scores"), scores());
+            writer.set(ggml("add_space_prefix"), space_in_front);
+        } else {
+            writer.set(ggml("merges"), merges());
+        }
+        writer.set(ggml("tokens"), texts);
+        writer.set(ggml("token_type"), types);
+        set_ids(writer);
+    }
+
+  private:
+    void put(int64_t id, const std::string& text, int32_t type) {
+        tokens[size_t(id)] = text;
+        types[size_t(id)] = type;
+    }
+
+    const json& part(const char* name) const {
+        static const json NONE;
+        const auto found = root.find(name);
+        return found == root.end() ? NONE : *found;
+    }
+
+    // As data/tokenizer.cpp decides it. Sets space_in_front, and the types of byte tokens and the unknown one.
+    bool read_sentencepiece() {
+        const json& pre = part("pre_tokenizer");
+        const bool metaspace = pre.is_object() && pre.value("type", "") == "Metaspace";
+        const bool fallback = root["model"].value("byte_fallback", false);
+        if (!fallback && !metaspace) return false;
+        if (!fallback) inexpressible(file, "of SentencePiece without byte fallback");
+        const std::string otherwise = metaspace && pre.value("add_prefix_space", true) ? "always" : "never";
+        space_in_front = metaspace ? pre.value("prepend_scheme", otherwise) != "never"
+                                   : part("normalizer").dump().find("Prepend") != std::string::npos;
+        for (size_t i = 0; i < tokens.size(); i++)
+            if (tokens[i] && fallback_byte(*tokens[i]) >= 0) types[i] = BYTE;
+        const json unknown = root["model"].value("unk_token", json());
+        for (size_t i = 0; i < tokens.size(); i++)
+            if (tokens[i] && json(*tokens[i]) == unknown) types[i] = UNKNOWN;
+        return true;
+    }
+
+    // tokenizer.ggml.pre of the expressions that cut text into words.
+    std::string words() const {
+        const bool none = root["model"].value("merges", json::array()).empty();
+        if (none) return WORDS[0].pre;  // how bytes are grouped then does not matter
+        const json found = words_in(part("normalizer"), part("pre_tokenizer"), root["model"].value("ignore_merges", false));
+        for (const WordsName& w : WORDS) {
+            const json known = words_of(w.words);
+            if (found == words_in(known["normalizer"], known["pre_tokenizer"], known["ignore_merges"])) return w.pre;
+        }
+        inexpressible(file, "with these words (pre_tokenizer, normalizer, ignore_merges)");
+    }
+    // What decides the words, without what changes no ids.
+    static json words_in(const json& normalizer, const json& pre_tokenizer, bool ignore_merges) {
+        json steps = pre_tokenizer.value("type", "") == "Sequence" ? pre_tokenizer["pretokenizers"]
+                                                                    : json::array({pre_tokenizer});
+        for (json& step : steps) step.erase("trim_offsets");
+        return {{"normalizer", normalizer}, {"steps", steps}, {"ignore_merges", ignore_merges}};
+    }
+
+    static std::pair<std::string, std::string> pair_of(const json& merge) {
+        if (merge.is_array()) return {merge[0].get<std::string>(), merge[1].get<std::string>()};
+        const std::string both = merge.get<std::string>();
+        const size_t space = both.find(' ');
+        return {both.substr(0, space), both.substr(space + 1)};
+    }
+
+    std::vector<std::string> merges() const {
+        std::vector<std::string> list;
+        for (const json& merge : root["model"]["merges"]) {
+            const auto [left, right] = pair_of(merge);
+            list.push_back(left + " " + right);
+        }
+        return list;
+    }
+
+    // Scores that order merges as tokenizer.json's list does. They exist if all merges that make one token are
+    // neighbours in it, and all pairs of tokens that make a token are merges.
+    std::vector<float> scores() const {
+        std::vector<float> all(tokens.size(), 0.0f);
+        std::map<std::string, size_t> id_of;
+        for (size_t i = 0; i < tokens.size(); i++)
+            if (tokens[i]) id_of[*tokens[i]] = i;
+        std::set<std::pair<std::string, std::string>> pairs;
+        float score = 0;
+        std::string last;
+        std::set<std::string> made;
+        for (const json& merge : root["model"]["merges"]) {
+            const auto pair = pair_of(merge);
+            const std::string token = pair.first + pair.second;
+            pairs.insert(pair);
+            if (token == last) continue;
+            if (!made.insert(token).second) inexpressible(file, "in which the merges of one token are apart");
+            all[id_of.at(token)] = --score;
+            last = token;
+        }
+        for (size_t i = 0; i < tokens.size(); i++)
+            if (tokens[i] && !made.count(*tokens[i])) all[i] = --score;
+        for (const json& merge : merges_by_score(tokens, all, added))
+            if (!pairs.count(pair_of(merge)))
+                inexpressible(file, str("of SentencePiece that does not merge ", shown(merge)));
+        return all;
+    }
+
+    void set_ids(GgufWriter& writer) const {
+        const auto id_of = [&](const std::string& text) -> int64_t {
+            const auto found = std::find(tokens.begin(), tokens.end(), std::optional(text));
+            return text.empty() || found == tokens.end() ? -1 : found - tokens.begin();
+        };
+        const std::vector<int32_t>& start = tokenizer.start_of_text();
+        if (start.size() > 1) inexpressible(file, str("that puts ", start.size(), " tokens in front of a text"));
+        const int64_t bos = start.empty() ? ids.bos : start[0];
+        if (bos >= 0) writer.set(id_key("bos"), bos);
+        writer.set(ggml("add_bos_token"), !start.empty());
+        constexpr size_t MOST = std::size(END_TOKENS);
+        const std::vector<int32_t>& ends = ids.end_tokens;
+        if (ends.size() > MOST) inexpressible(file, str("with ", ends.size(), " tokens that end a text, only ", MOST));
+        for (size_t i = 0; i < ends.size(); i++) writer.set(id_key(END_TOKENS[i]), int64_t(ends[i]));
+        const json unknown = root["model"].value("unk_token", json());
+        const int64_t unk = id_of(unknown.is_string() ? unknown.get<std::string>() : declared.find("unk_token"));
+        const int64_t pad = id_of(declared.find("pad_token"));
+        if (unk >= 0) writer.set(id_key("unknown"), unk);
+        if (pad >= 0) writer.set(id_key("padding"), pad);
+    }
+
+    const std::string file;
+    const json root;
+    const DeclaredTokens declared;
+    const Tokenizer tokenizer;  // which checks the file
+    const GgufTokenIds& ids;
+    json added;
+    TokenTexts tokens;
+    std::vector<int32_t> types;
+    bool space_in_front = false;
+};
+
+}  // namespace
+
+void set_gguf_tokenizer(GgufWriter& writer, const ModelFiles& model, const GgufTokenIds& ids) {
+    if (!Tokenizer::exists(model)) {
+        writer.set(ggml("model"), "no_vocab");
+        return;
+    }
+    TokenizerKeys(model, ids).set(writer);
+    const std::string chat_template = ChatTemplate::program_of(model);
+    if (!chat_template.empty()) writer.set(CHAT_TEMPLATE, chat_template);
 }

@@ -169,7 +169,7 @@ class GgufFamiliesTest(ImportTest):
                 written = read_json(self.path(family), "config.json")
                 expected = {"sliding_window": None, "pad_token_id": None, **config, "bos_token_id": None, "eos_token_id": 2}
                 # Left out where they follow from the others.
-                implied = {"head_dim", "no_rope_layer_interval", "original_max_position_embeddings"}
+                implied = {"attention_bias", "mlp_bias", "head_dim", "no_rope_layer_interval", "original_max_position_embeddings"}
                 for key in expected.keys() | written.keys():
                     found = expected.get(key) if key in implied else written.get(key)
                     self.assertEqual(found, expected.get(key), key)

@@ -120,7 +120,13 @@ void check_tied_head(const WeightFiles::Location& head, const WeightFiles::Locat
             "tie_word_embeddings to false in config.json");
 }
 
-// Throws for a finite value that dtype would make infinite.
+// The tensors of a parameter. own_names: the file holds it under the table's name.
+std::vector<SourceTensor> sources_of(const Param& p, bool own_names) {
+    return own_names ? std::vector<SourceTensor>{{p.name, 0, p.rows, false}} : p.sources;
+}
+
+}  // namespace
+
 void check_range(const float* values, int64_t n, DType dtype, const std::string& path, const std::string& tensor) {
     if (dtype == DType::F32) return;
     // The smallest magnitude that is rounded to infinity: half a unit in the last place above the largest finite one.
@@ -133,13 +139,6 @@ void check_range(const float* values, int64_t n, DType dtype, const std::string&
     throw Error(str(path, ": tensor ", tensor, ": ", *std::find_if(values, values + n, too_large), " is too large for ",
                     dtype_name(dtype), "; use ", dtype == DType::F16 ? "bf16 or fp32" : "fp32"));
 }
-
-// The tensors of a parameter. own_names: the file holds it under the table's name.
-std::vector<SourceTensor> sources_of(const Param& p, bool own_names) {
-    return own_names ? std::vector<SourceTensor>{{p.name, 0, p.rows, false}} : p.sources;
-}
-
-}  // namespace
 
 bool holds_weights(const std::string& directory) {
     return path_exists(join_path(directory, WEIGHTS)) || path_exists(join_path(directory, WEIGHTS_INDEX));

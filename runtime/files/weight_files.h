@@ -73,6 +73,9 @@ bool holds_weights(const std::string& directory);
 constexpr const char* ADAPTER_CONFIG = "adapter_config.json";
 constexpr const char* ADAPTER_WEIGHTS = "adapter_model.safetensors";
 
+// Throws Error naming the tensor for a finite value that dtype would make infinite.
+void check_range(const float* values, int64_t n, DType dtype, const std::string& path, const std::string& tensor);
+
 // Writes model.safetensors at path, tensor by tensor. dtype: F32, BF16 or F16, of each tensor. Throws Error naming the
 // tensor for a finite value that the dtype would make infinite. Not atomic: callers write into an AtomicDirectory.
 void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, const StoredDType& dtype);
