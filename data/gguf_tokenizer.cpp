@@ -179,6 +179,14 @@ namespace {
                     "; convert the model without its tokenizer.json, or give it another with --tokenizer"));
 }
 
+void set_start_and_end(GgufWriter& writer, int64_t bos, const std::vector<int32_t>& ends) {
+    if (bos >= 0) writer.set(id_key("bos"), bos);
+    constexpr size_t MOST = std::size(END_TOKENS);
+    require(ends.size() <= MOST, "the model has ", ends.size(), " tokens that end a text, and llama.cpp ", MOST,
+            "; remove some from eos_token_id in generation_config.json");
+    for (size_t i = 0; i < ends.size(); i++) writer.set(id_key(END_TOKENS[i]), int64_t(ends[i]));
+}
+
 // A tokenizer.json as the keys of a GGUF file.
 class TokenizerKeys {
   public:
@@ -258,9 +266,14 @@ class TokenizerKeys {
     }
     // What decides the words, without what changes no ids.
     static json words_in(const json& normalizer, const json& pre_tokenizer, bool ignore_merges) {
-        json steps = pre_tokenizer.value("type", "") == "Sequence" ? pre_tokenizer["pretokenizers"]
-                                                                    : json::array({pre_tokenizer});
-        for (json& step : steps) step.erase("trim_offsets");
+        const bool sequence = pre_tokenizer.is_object() && pre_tokenizer.value("type", "") == "Sequence";
+        json steps = sequence ? pre_tokenizer["pretokenizers"] : json::array({pre_tokenizer});
+        for (json& step : steps) {
+            if (!step.is_object()) continue;
+            step.erase("trim_offsets");
+            const bool matches_kept = step.value("behavior", "") == "Removed" && step.value("invert", false);
+            if (matches_kept) step.update({{"behavior", "Isolated"}, {"invert", false}});  // its matches are all text
+        }
         return {{"normalizer", normalizer}, {"steps", steps}, {"ignore_merges", ignore_merges}};
     }
 
@@ -315,13 +328,8 @@ class TokenizerKeys {
         };
         const std::vector<int32_t>& start = tokenizer.start_of_text();
         if (start.size() > 1) inexpressible(file, str("that puts ", start.size(), " tokens in front of a text"));
-        const int64_t bos = start.empty() ? ids.bos : start[0];
-        if (bos >= 0) writer.set(id_key("bos"), bos);
+        set_start_and_end(writer, start.empty() ? ids.bos : start[0], ids.end_tokens);
         writer.set(ggml("add_bos_token"), !start.empty());
-        constexpr size_t MOST = std::size(END_TOKENS);
-        const std::vector<int32_t>& ends = ids.end_tokens;
-        if (ends.size() > MOST) inexpressible(file, str("with ", ends.size(), " tokens that end a text, only ", MOST));
-        for (size_t i = 0; i < ends.size(); i++) writer.set(id_key(END_TOKENS[i]), int64_t(ends[i]));
         const json unknown = root["model"].value("unk_token", json());
         const int64_t unk = id_of(unknown.is_string() ? unknown.get<std::string>() : declared.find("unk_token"));
         const int64_t pad = id_of(declared.find("pad_token"));
@@ -345,6 +353,7 @@ class TokenizerKeys {
 void set_gguf_tokenizer(GgufWriter& writer, const ModelFiles& model, const GgufTokenIds& ids) {
     if (!Tokenizer::exists(model)) {
         writer.set(ggml("model"), "no_vocab");
+        set_start_and_end(writer, ids.bos, ids.end_tokens);
         return;
     }
     TokenizerKeys(model, ids).set(writer);

@@ -689,6 +689,11 @@ bool Tokenizer::same(const ModelFiles& model, const std::string& other) {
     return Tokenizer(model).impl->added == Tokenizer(other).impl->added;
 }
 
+bool Tokenizer::has_tokens_of(const Tokenizer& other) const {
+    const Impl &a = *impl, &b = *other.impl;
+    return a.bytes == b.bytes && a.known == b.known && a.special_ids == b.special_ids;
+}
+
 std::vector<int32_t> Tokenizer::encode(std::string_view text, bool allow_special) const {
     Impl::Encoder encoder(*impl);
     encoder.text(text, Impl::SpecialBytes(allow_special));

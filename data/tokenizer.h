@@ -34,6 +34,8 @@ class Tokenizer {
     ~Tokenizer();
     // Whether a model's tokenizer and another tokenizer.json, with what is declared beside them, are the same.
     static bool same(const ModelFiles& model, const std::string& other);
+    // Whether each id stands for the same bytes and is as special as in another tokenizer.
+    bool has_tokens_of(const Tokenizer& other) const;
     Tokenizer(Tokenizer&&) noexcept;
 
     // Special tokens written out in the text ("<|endoftext|>") become their ids only if allow_special.

@@ -135,7 +135,11 @@ void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) 
     const std::string remedy =
         source.gguf ? str("convert that file to a directory and make the data with the directory as TOKENIZER")
                     : str("make the data with TOKENIZER=", source.directory);
-    require(theirs.empty() || !Tokenizer::exists(source.files) || Tokenizer::same(source.files, theirs), data.path,
+    const auto same = [&] {  // a GGUF file holds the tokens of a tokenizer.json, not its text
+        return source.gguf ? Tokenizer(source.files).has_tokens_of(Tokenizer(theirs))
+                           : Tokenizer::same(source.files, theirs);
+    };
+    require(theirs.empty() || !Tokenizer::exists(source.files) || same(), data.path,
             " was made with another tokenizer than that of ", source.directory, "; ", remedy);
     require(data.vocab_size <= source.config.vocab_size, data.path, " has a vocabulary of ", data.vocab_size,
             " tokens, but ", source.directory, " has one of ", source.config.vocab_size,

@@ -138,7 +138,11 @@ class GgufExport {
             writer.set(key("rope.scaling.type"), "linear");
             writer.set(key("rope.scaling.factor"), c.rope_scaling.factor);
         }
-        if (c.has_windows()) writer.set(key("attention.sliding_window"), c.smallest_window());
+        if (c.has_windows()) {
+            writer.set(key("attention.sliding_window"), c.smallest_window());
+            notes += str(path, ": llama.cpp applies no window in models of type ", architecture->name,
+                         "; it computes what this model does up to ", c.smallest_window(), " tokens\n");
+        }
         if (architecture->name == std::string("phi3")) writer.set(key("rope.scaling.original_context_length"), c.max_positions);
     }
 
