@@ -1,6 +1,7 @@
 #include "data/gguf_tokenizer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <set>
 #include <string>
@@ -57,6 +58,9 @@ class GgufVocabulary {
         scores = keys.value(ggml("scores"), std::vector<float>());
         check_size(ggml("token_type"), types.size(), texts.size());
         if (!scores.empty()) check_size(ggml("scores"), scores.size(), texts.size());
+        for (size_t i = 0; i < scores.size(); i++)
+            require(std::isfinite(scores[i]), file.path(), ": key ", ggml("scores"), ": the score of token ", i, " is ",
+                    scores[i], "; the file is damaged");
         // The rows of a vocabulary that has more of them than the tokenizer has tokens.
         for (size_t i = 0; i < texts.size(); i++) {
             const bool row = types[i] == UNUSED && texts[i] == str("[PAD", i, "]");

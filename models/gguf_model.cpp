@@ -28,6 +28,9 @@ class ConfigReader {
         const GgufTensor& embedding = file.tensor("token_embd.weight");
         require(embedding.shape.size() == 2, file.path(), ": tensor token_embd.weight has the shape ",
                 shape_string(embedding.shape), ", expected [tokens, channels]; the file is damaged");
+        const int64_t layers = size("block_count");
+        require(layers <= int64_t(file.tensors().size()), file.path(), ": key ", key("block_count"), " is ", layers,
+                ", and the file has ", file.tensors().size(), " tensors; the file is damaged");
         json c = name == "gpt2" ? gpt2() : llama_block();
         c["model_type"] = architecture.family;
         c["vocab_size"] = embedding.shape[0];

@@ -122,7 +122,7 @@ ModelSource find_model(const std::string& name, const std::string& base) {
         return source;
     }
     require(is_directory(name), name,
-            ": is no GGUF file; name such a file or the directory that holds the model's config.json");
+            ": is a file, but no GGUF file; name the directory that holds the model's config.json");
     if (!path_exists(join_path(name, "config.json"))) {
         const std::vector<std::string> checkpoints = list_checkpoints(name);
         require(!checkpoints.empty(), name, ": holds neither a config.json nor a complete checkpoint; name a model ",
