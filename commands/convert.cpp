@@ -26,7 +26,7 @@ struct ConvertOptions {
     std::string source, target, tokenizer;
     std::string dtype;    // empty: that of the source; in a .bin fp32
     std::string weights;  // of a .gguf: a dtype, int8 or int4; empty: dtype
-    std::string base;   // of an adapter
+    std::string base;     // of an adapter
     bool merge = false;
 };
 
@@ -41,11 +41,13 @@ bool is_gguf(const std::string& path) {
 // Refuses a name that stands for a format which is not written.
 void check_extension(const std::string& path) {
     std::string extension = std::filesystem::path(path).extension().string();
-    std::transform(extension.begin(), extension.end(), extension.begin(), [](unsigned char c) { return std::tolower(c); });
+    std::transform(extension.begin(), extension.end(), extension.begin(),
+                   [](unsigned char c) { return std::tolower(c); });
     for (const char* other : {".gguf", ".ggml", ".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".onnx"})
         if (extension == other && !is_gguf(path) && !is_bin(path))
-            throw UsageError(path + ": no model is written as a file of this name; let DST end in .gguf or .bin, or name a "
-                                    "directory");
+            throw UsageError(path +
+                             ": no model is written as a file of this name; let DST end in .gguf or .bin, or name a "
+                             "directory");
 }
 
 // A model in any format that can be read.
@@ -79,9 +81,11 @@ Source open_source(const ConvertOptions& o) {
 ConvertOptions parse_convert(const Args& args) {
     ConvertOptions o;
     CLI::App app(
-        "Converts a model to a directory in Hugging Face layout, to llm.c's .bin format if DST ends in .bin, or to a file\n"
+        "Converts a model to a directory in Hugging Face layout, to llm.c's .bin format if DST ends in .bin, or to a "
+        "file\n"
         "for llama.cpp if DST ends in .gguf.\n"
-        "SRC is a model directory, a run directory, a GGUF file, or a .bin file of llm.c (v3, v5) or llama2.c (v0, v1).\n"
+        "SRC is a model directory, a run directory, a GGUF file, or a .bin file of llm.c (v3, v5) or llama2.c (v0, "
+        "v1).\n"
         "With --merge it is a LoRA adapter.",
         "train_gpt convert");
     app.add_option("SRC", o.source, "model to read")->required();
@@ -92,9 +96,10 @@ ConvertOptions parse_convert(const Args& args) {
            "--dtype", o.dtype,
            "dtype of the stored weights; default: of each tensor as in SRC (fp64: fp32), or fp32 in a .bin file")
         ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
-    app.add_option("--weights", o.weights,
-                   "of a .gguf file: how matrices are stored. int8 and int4 are llama.cpp's Q8_0 and Q4_0, groups of 32 "
-                   "with a scale; default: --dtype")
+    app.add_option(
+           "--weights", o.weights,
+           "of a .gguf file: how matrices are stored. int8 and int4 are llama.cpp's Q8_0 and Q4_0, groups of 32 "
+           "with a scale; default: --dtype")
         ->check(CLI::IsMember({"int4", "int8", "bf16", "fp16", "fp32"}))
         ->excludes("--dtype");
     app.add_flag("--merge", o.merge, "SRC is a LoRA adapter of peft: write its base with the adapter added");

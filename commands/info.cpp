@@ -42,10 +42,10 @@ InfoOptions parse_info(const Args& args) {
     CLI::App app(
         "Shows what a token file, a data directory, a model or a run contains. Without a path, shows the build.",
         "train_gpt info");
-    app.add_option(
-        "path,--data", o.path,
-        "token file or model (.bin, .gguf), data directory, model directory, run directory, LoRA adapter, .safetensors file, "
-        "tokenizer.json or preset");
+    app.add_option("path,--data", o.path,
+                   "token file or model (.bin, .gguf), data directory, model directory, run directory, LoRA adapter, "
+                   ".safetensors file, "
+                   "tokenizer.json or preset");
     app.add_option("--show", o.show,
                    "print the first examples of a data directory, with the loss tokens in colour, or in brackets where "
                    "stdout is not a terminal")

@@ -27,10 +27,10 @@ struct WordsName {
     bool starts;        // <s> goes in front of a text if the file does not say
 };
 // The first of equal words is what is written. Of the architectures read here only OLMo2 has those of dbrx.
-constexpr WordsName WORDS[] = {{"gpt-2", "gpt2", false},      {"smollm", "smollm", false}, {"qwen2", "qwen2", false},
-                               {"tekken", "tekken", true},    {"dbrx", "olmo2", false},    {"llama-bpe", "llama3", true},
-                               {"llama3", "llama3", true},    {"llama-v3", "llama3", true},
-                               {"default", "llamacpp-default", false}};
+constexpr WordsName WORDS[] = {
+    {"gpt-2", "gpt2", false},   {"smollm", "smollm", false},  {"qwen2", "qwen2", false},
+    {"tekken", "tekken", true}, {"dbrx", "olmo2", false},     {"llama-bpe", "llama3", true},
+    {"llama3", "llama3", true}, {"llama-v3", "llama3", true}, {"default", "llamacpp-default", false}};
 
 constexpr struct {
     const char *role, *key;
@@ -84,8 +84,8 @@ class GgufVocabulary {
         require(!is_phi3(), file.path(), ": the tokenizer is ", printable(model),
                 "; supported for phi3: llama (SentencePiece)");
         const std::string pre = keys.value(ggml("pre"), "default");
-        const auto* const words = std::find_if(std::begin(WORDS), std::end(WORDS),
-                                               [&](const WordsName& w) { return pre == w.pre; });
+        const auto* const words =
+            std::find_if(std::begin(WORDS), std::end(WORDS), [&](const WordsName& w) { return pre == w.pre; });
         if (model != "gpt2" || words == std::end(WORDS)) {
             std::string names;
             for (const WordsName& w : WORDS) names += str(names.empty() ? "" : ", ", w.pre);
@@ -122,7 +122,8 @@ class GgufVocabulary {
         for (size_t i = 0; i < tokens.size(); i++) {
             const int64_t type = types[i];
             if (!tokens[i] || (type != CONTROL && type != UNKNOWN && type != USER_DEFINED)) continue;
-            list.push_back(added_token(int64_t(i), *tokens[i], type != USER_DEFINED, is_phi3() && !plain.count(*tokens[i])));
+            list.push_back(
+                added_token(int64_t(i), *tokens[i], type != USER_DEFINED, is_phi3() && !plain.count(*tokens[i])));
         }
         return list;
     }
@@ -195,8 +196,11 @@ void set_start_and_end(GgufWriter& writer, int64_t bos, const std::vector<int32_
 class TokenizerKeys {
   public:
     TokenizerKeys(const ModelFiles& model, const GgufTokenIds& given)
-        : file(model.shown_as("tokenizer.json")), root(parse_json_object(model.read("tokenizer.json"), file)),
-          declared(read_declared_tokens(model)), tokenizer(model), ids(given) {
+        : file(model.shown_as("tokenizer.json")),
+          root(parse_json_object(model.read("tokenizer.json"), file)),
+          declared(read_declared_tokens(model)),
+          tokenizer(model),
+          ids(given) {
         const json& vocab = root["model"]["vocab"];
         std::unordered_map<std::string, int32_t> by_text;
         for (const auto& [token, id] : vocab.items()) by_text[token] = id.get<int32_t>();
@@ -261,7 +265,8 @@ class TokenizerKeys {
     std::string words() const {
         const bool none = root["model"].value("merges", json::array()).empty();
         if (none) return WORDS[0].pre;  // how bytes are grouped then does not matter
-        const json found = words_in(part("normalizer"), part("pre_tokenizer"), root["model"].value("ignore_merges", false));
+        const json found =
+            words_in(part("normalizer"), part("pre_tokenizer"), root["model"].value("ignore_merges", false));
         for (const WordsName& w : WORDS) {
             const json known = words_of(w.words);
             if (found == words_in(known["normalizer"], known["pre_tokenizer"], known["ignore_merges"])) return w.pre;

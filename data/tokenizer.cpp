@@ -671,8 +671,8 @@ class Tokenizer::Impl::Encoder {
 };
 
 Tokenizer::Tokenizer(const std::string& tokenizer_json, const std::string& shown_as)
-    : impl(std::make_unique<Impl>(read_file(tokenizer_json, int64_t(1) << 30), shown_as.empty() ? tokenizer_json : shown_as,
-                                  Impl::model_of(tokenizer_json))) {}
+    : impl(std::make_unique<Impl>(read_file(tokenizer_json, int64_t(1) << 30),
+                                  shown_as.empty() ? tokenizer_json : shown_as, Impl::model_of(tokenizer_json))) {}
 Tokenizer::Tokenizer(const ModelFiles& model)
     : impl(std::make_unique<Impl>(model.read(FILE_NAME), model.shown_as(FILE_NAME), model)) {}
 Tokenizer::~Tokenizer() = default;

@@ -24,8 +24,8 @@ constexpr const char* TEKKEN_WORDS =
     R"(| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
 // How llama.cpp splits text where a GGUF file does not say how: one expression after the other.
 constexpr const char* LLAMACPP_DEFAULT_WORDS[] = {
-    R"([\p{P}\$\+<=>\^~\|]+)", R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S))",
-    R"(\p{N}+)", R"([0-9][0-9][0-9])"};
+    R"([\p{P}\$\+<=>\^~\|]+)", R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S))", R"(\p{N}+)",
+    R"([0-9][0-9][0-9])"};
 
 json split(const char* pattern) {
     return {{"type", "Split"}, {"pattern", {{"Regex", pattern}}}, {"behavior", "Isolated"}, {"invert", false}};
@@ -90,10 +90,10 @@ json words_of(const std::string& name) {
     const bool as_gpt2 = name == "gpt2" || name == "smollm";
     require(as_gpt2 || !steps.empty(), "words_of: there are no words named ", name);
     steps.push_back(byte_level(as_gpt2));
-    return {{"normalizer", name == "qwen2" ? json({{"type", "NFC"}}) : json()},
-            {"pre_tokenizer",
-             steps.size() > 1 ? json({{"type", "Sequence"}, {"pretokenizers", steps}}) : json(steps[0])},
-            {"ignore_merges", name == "llama3" || name == "tekken"}};
+    return {
+        {"normalizer", name == "qwen2" ? json({{"type", "NFC"}}) : json()},
+        {"pre_tokenizer", steps.size() > 1 ? json({{"type", "Sequence"}, {"pretokenizers", steps}}) : json(steps[0])},
+        {"ignore_merges", name == "llama3" || name == "tekken"}};
 }
 
 json byte_level_tokenizer(const TokenTexts& tokens, json merges, const json& added, const std::string& words,

@@ -40,11 +40,20 @@ const std::vector<GgufArchitecture>& architectures() {
         {"qwen2", "qwen2", false, LLAMA_BLOCK, {}, {}, {QKV_W}},
         {"qwen3", "qwen3", false, with(QK_NORMS), ATTENTION, {}, {}},
         {"smollm3", "smollm3", true, LLAMA_BLOCK, ATTENTION, MLP, {}},
-        {"olmo2", "olmo2", false,
+        {"olmo2",
+         "olmo2",
+         false,
          with({{NORM1_W, {"blk.*.post_attention_norm"}}, {NORM2_W, {"blk.*.post_ffw_norm"}}, QK_NORMS[0], QK_NORMS[1]}),
-         ATTENTION, {}, {}},
+         ATTENTION,
+         {},
+         {}},
         {"phi3", "phi3", false, with(FUSED), {}, {}, {}},
-        {"gpt2", "gpt2", false, with({FUSED[0], FUSED[1], {WPE, {"position_embd"}}}), {}, {},
+        {"gpt2",
+         "gpt2",
+         false,
+         with({FUSED[0], FUSED[1], {WPE, {"position_embd"}}}),
+         {},
+         {},
          {NORM1_W, QKV_W, PROJ_W, NORM2_W, FC_W, FCPROJ_W, NORMF_W}}};
     return all;
 }

@@ -56,7 +56,8 @@ class ConfigReader {
         require(otherwise || keys.contains(full), file.path(), ": key ", full, " is missing");
         const json found = keys.value(full, json(otherwise));
         const json all = found.is_array() ? found : json::array({found});
-        const bool same = !all.empty() && std::all_of(all.begin(), all.end(), [&](const json& x) { return x == all[0]; });
+        const bool same =
+            !all.empty() && std::all_of(all.begin(), all.end(), [&](const json& x) { return x == all[0]; });
         require(same, file.path(), ": key ", full, " differs from layer to layer; only one value for all is supported");
         require(all[0] >= 1 && all[0] <= MAX_DIMENSION, file.path(), ": key ", full, " is ", shown(all[0]),
                 "; it must be positive and at most ", MAX_DIMENSION);
@@ -85,8 +86,8 @@ class ConfigReader {
         const int64_t head_size = size("attention.key_length", std::max<int64_t>(channels / heads, 1));
         const auto demand_head_size = [&](const char* of) {
             const int64_t found = size(of, head_size);
-            require(found == head_size, file.path(), ": key ", key(of), " is ", found,
-                    "; supported: the head size, ", head_size);
+            require(found == head_size, file.path(), ": key ", key(of), " is ", found, "; supported: the head size, ",
+                    head_size);
         };
         demand_head_size("attention.value_length");
         if (name != "phi3") demand_head_size("rope.dimension_count");
@@ -143,9 +144,7 @@ class ConfigReader {
             if (t.role == roles[0]) return file.tensors().count(replace_layer(t.names[0]) + ".bias") > 0;
         return false;
     }
-    static std::string replace_layer(std::string tensor) {
-        return tensor.replace(tensor.find('*'), 1, "0");
-    }
+    static std::string replace_layer(std::string tensor) { return tensor.replace(tensor.find('*'), 1, "0"); }
 
     // The keys about biases, windows and layers without RoPE.
     void add_attention(json& c) const {
@@ -184,8 +183,8 @@ class ConfigReader {
 const GgufArchitecture& architecture_of(const GgufFile& file) {
     const std::string name = file.keys().at("general.architecture");
     const GgufArchitecture* found = find_gguf_architecture(name);
-    require(found, file.path(), ": is of the architecture ", shown_text(name), "; supported: ",
-            gguf_architecture_names());
+    require(found, file.path(), ": is of the architecture ", shown_text(name),
+            "; supported: ", gguf_architecture_names());
     return *found;
 }
 

@@ -13,8 +13,8 @@
 #include "runtime/model/model_config.h"
 #include "runtime/model/params.h"
 
-// A model in a GGUF file. Throws Error naming key or tensor for what is damaged, or would change tokens or logits and is
-// not supported.
+// A model in a GGUF file. Throws Error naming key or tensor for what is damaged, or would change tokens or logits and
+// is not supported.
 class GgufModel {
   public:
     // Whether the path is a file whose name ends in .gguf or that starts as such a file does.

@@ -58,7 +58,8 @@ std::string lacks(const std::string& family, const std::string& architecture, co
     if (c.has_windows() && family != "phi3" && family != "mistral")
         return str("windows in models of type ", architecture);
     if (!llama && !fused && c.proj_bias) return str("biases of attention's output in models of type ", architecture);
-    if (!llama && architecture != "gpt2" && c.mlp_bias) return str("biases in the MLP of models of type ", architecture);
+    if (!llama && architecture != "gpt2" && c.mlp_bias)
+        return str("biases in the MLP of models of type ", architecture);
     if (architecture == "olmo2" && c.tied) return "a tied head in models of type olmo2";
     if (architecture == "olmo2" && c.heads * c.head_size != c.channels)
         return "a head size other than channels / heads in models of type olmo2";
@@ -109,8 +110,8 @@ class GgufExport {
         const ModelConfig& c = config;
         writer.set("general.architecture", architecture->name);
         writer.set("general.type", "model");
-        writer.set("general.file_type", file_type_of(wanted.as_stored ? type_of(stored_dtype(table.params[0], 0))
-                                                                      : wanted.type));
+        writer.set("general.file_type",
+                   file_type_of(wanted.as_stored ? type_of(stored_dtype(table.params[0], 0)) : wanted.type));
         writer.set("general.quantization_version", QUANTISATION_VERSION);
         writer.set(key("vocab_size"), c.vocab_size);
         writer.set(key("context_length"), c.max_positions);
@@ -143,7 +144,8 @@ class GgufExport {
             notes += str(path, ": llama.cpp applies no window in models of type ", architecture->name,
                          "; it computes what this model does up to ", c.smallest_window(), " tokens\n");
         }
-        if (architecture->name == std::string("phi3")) writer.set(key("rope.scaling.original_context_length"), c.max_positions);
+        if (architecture->name == std::string("phi3"))
+            writer.set(key("rope.scaling.original_context_length"), c.max_positions);
     }
 
     void set_sampling() {
@@ -151,8 +153,10 @@ class GgufExport {
         for (const auto& [theirs, ours] : GGUF_SAMPLING) {
             const json found = generation.object.value(ours, json());
             const std::string name = str("general.sampling.", theirs);
-            if (found.is_number_integer() && std::string(ours) == "top_k") writer.set(name, found.get<int64_t>());
-            else if (found.is_number()) writer.set(name, found.get<double>());
+            if (found.is_number_integer() && std::string(ours) == "top_k")
+                writer.set(name, found.get<int64_t>());
+            else if (found.is_number())
+                writer.set(name, found.get<double>());
         }
     }
 
@@ -194,7 +198,8 @@ class GgufExport {
 #pragma omp parallel for schedule(static) if (n * C > 1 << 16)
             for (int64_t r = begin; r < begin + n; r++) {
                 // Row 2i + s of a head in the file is row i + s·HS/2.
-                const int64_t in_head = r % HS, from = interleaves ? r - in_head + in_head / 2 + in_head % 2 * (HS / 2) : r;
+                const int64_t in_head = r % HS,
+                              from = interleaves ? r - in_head + in_head / 2 + in_head % 2 * (HS / 2) : r;
                 convert_row(bytes.data() + (r - begin) * row_bytes, type, values + from * C, C);
             }
             if (type.quantised()) check_scales(type, n * C / type.block_size, name);

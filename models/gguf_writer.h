@@ -20,9 +20,9 @@ struct GgufWeights {
     bool as_stored = false;         // fp16, bf16 or fp32, whichever the source has
 };
 
-// The model must fit (gguf_fit). path must not exist and appears whole or not at all. weights: of source, as in its files. Rows that no whole number
-// of blocks makes up stay in 16 bits. Returns lines for stderr that name their tensors. Throws Error for a tokenizer
-// that llama.cpp cannot express, and, naming the tensor, for a value that is not finite in a quantised tensor or that
-// the type cannot hold.
+// The model must fit (gguf_fit). path must not exist and appears whole or not at all. weights: of source, as in its
+// files. Rows that no whole number of blocks makes up stay in 16 bits. Returns lines for stderr that name their
+// tensors. Throws Error for a tokenizer that llama.cpp cannot express, and, naming the tensor, for a value that is not
+// finite in a quantised tensor or that the type cannot hold.
 std::string write_gguf(const std::string& path, const ModelSource& source, const ModelFiles& tokenizer,
                        const ParamTable& table, const WeightSource& weights, const GgufWeights& types);

@@ -142,7 +142,8 @@ StoredWeights stored_weights(const ModelSource& source, const ParamTable& table)
 
 std::string load_weights(const ModelSource& source, const ParamTable& table, const WeightArenas& arenas) {
     const StoredWeights weights = stored_weights(source, table);
-    return (source.gguf ? source.gguf->warning() : "") + load_weights(weights, table, arenas, adapter_of(source, table));
+    return (source.gguf ? source.gguf->warning() : "") +
+           load_weights(weights, table, arenas, adapter_of(source, table));
 }
 
 WeightSource open_weight_source(const ModelSource& source, const ParamTable& table) {

@@ -19,9 +19,9 @@ class GgufModel;  // models/gguf_model.h
 // checkpoint).
 // Relative paths stay as given. A preset's name always means the preset; write "./gpt2-tiny" for a directory.
 struct ModelSource {
-    std::string name;       // as given by the user
-    std::string directory;  // model directory or GGUF file; empty for a preset
-    ModelFiles files;       // its small files
+    std::string name;                       // as given by the user
+    std::string directory;                  // model directory or GGUF file; empty for a preset
+    ModelFiles files;                       // its small files
     std::shared_ptr<const GgufModel> gguf;  // null: it is no GGUF file
     ModelConfig config;
     nlohmann::json original_config = nlohmann::json::object();  // contents of config.json, {} for a preset

@@ -46,7 +46,8 @@ TOKENIZERS = (
     ("models/llama/tokenization_llama_fast.py", "LlamaTokenizerFast"),
     ("models/llama/tokenization_llama.py", "LlamaTokenizer"),
 )
-TOKENIZER_SOURCES, GENERATION_SOURCES = ("data/*.cpp",), ("infer/*.cpp", "models/model_source.cpp")
+TOKENIZER_SOURCES = ("data/tokenizer*.cpp", "data/declared_tokens.cpp", "data/chat_template.cpp")
+GENERATION_SOURCES = ("infer/*.cpp", "models/model_source.cpp")
 
 
 class Package:

@@ -185,7 +185,8 @@ GgufTensor read_tensor(HeaderReader& header, const std::string& where, const std
     require(row % type.block_size == 0, where, " is ", type.name, " with rows of ", row,
             ", which are no whole number of blocks of ", type.block_size, "; the file is damaged");
     const auto offset = header.number<uint64_t>(what);
-    if (offset > uint64_t(std::numeric_limits<int64_t>::max() / 2)) header.damaged(str(what, " has the offset ", offset));
+    if (offset > uint64_t(std::numeric_limits<int64_t>::max() / 2))
+        header.damaged(str(what, " has the offset ", offset));
     return {&type, std::move(shape), int64_t(offset)};
 }
 

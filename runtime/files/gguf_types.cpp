@@ -183,8 +183,8 @@ void quantise_q8_0(uint8_t* dst, const float* src, int64_t n) {
 
 void quantise_q4_0(uint8_t* dst, const float* src, int64_t n) {
     for (int64_t i = 0; i < n; i++, src += SMALL, dst += 18) {
-        const float extreme = *std::max_element(src, src + SMALL,
-                                                [](float a, float b) { return std::fabs(a) < std::fabs(b); });
+        const float extreme =
+            *std::max_element(src, src + SMALL, [](float a, float b) { return std::fabs(a) < std::fabs(b); });
         const float d = extreme / -8, inverse = inverse_of(d);
         write_fp16(dst, d);
         const auto code = [&](float x) { return uint8_t(std::min(15, int(x * inverse + 8.5f))); };

@@ -46,7 +46,7 @@ const GgufTypeFacts* find_gguf_type(uint32_t number);
 const GgufTypeFacts& facts_of(GgufType type);
 
 // n blocks of 32 finite values, in ggml's reference rounding. Q8_0: d = max|x|/127; q = x·(1/d), rounded half away from
-// zero. Q4_0: d = x of the largest magnitude (the first one) / −8; q = ⌊x·(1/d) + 8.5⌋, at most 15. d is rounded to fp16
-// after it was inverted, to infinity if fp16 cannot hold it. A block of zeros has d = 0.
+// zero. Q4_0: d = x of the largest magnitude (the first one) / −8; q = ⌊x·(1/d) + 8.5⌋, at most 15. d is rounded to
+// fp16 after it was inverted, to infinity if fp16 cannot hold it. A block of zeros has d = 0.
 void quantise_q8_0(uint8_t* dst, const float* src, int64_t n);
 void quantise_q4_0(uint8_t* dst, const float* src, int64_t n);

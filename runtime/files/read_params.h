@@ -1,5 +1,5 @@
-// Reads parameters from safetensors and GGUF files on all cores: in chunks that stay in a core's cache for a host arena, in
-// large blocks of pinned memory for a device.
+// Reads parameters from safetensors and GGUF files on all cores: in chunks that stay in a core's cache for a host
+// arena, in large blocks of pinned memory for a device.
 #pragma once
 
 #include <functional>
@@ -22,7 +22,7 @@ struct StoredPart {
     int64_t interleaved_head_size = 0;
 
     int64_t numel() const { return rows * cols; }
-    DType dtype() const;  // of numbers that hold the file's values
+    DType dtype() const;                            // of numbers that hold the file's values
     std::vector<int64_t> shape(bool matrix) const;  // as the file has it
     // Reads elements [begin, end) of the tensor as fp32: in the file's order, but for interleaved heads.
     void read_values(int64_t first, int64_t end, float* dst) const;

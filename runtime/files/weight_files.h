@@ -24,10 +24,11 @@ struct WeightSource {
     StoredDType dtype;
 };
 
-// A model's weights. Those of a directory (ParamTable::file) are checked against a table: every source tensor is present with its shape.
-// Other tensors are an Error, except known buffers (GPT-2's attn.bias, attn.masked_bias, rotary inv_freq) and a tied
-// model's lm_head.weight that equals the token embedding, the table's first parameter. (If they differ it is an Error,
-// because transformers 4 uses the embedding and transformers 5 the head.) Names may lack the family's prefix
+// A model's weights. Those of a directory (ParamTable::file) are checked against a table: every source tensor is
+// present with its shape. Other tensors are an Error, except known buffers (GPT-2's attn.bias, attn.masked_bias, rotary
+// inv_freq) and a tied model's lm_head.weight that equals the token embedding, the table's first parameter. (If they
+// differ it is an Error, because transformers 4 uses the embedding and transformers 5 the head.) Names may lack the
+// family's prefix
 // ("transformer." / "model."); dtypes are fp32, bf16, fp16 and fp64.
 class StoredWeights {
   public:
