@@ -384,7 +384,7 @@ void add_base_option(CLI::App& app, std::string& base) {
 void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
     const CLI::Validator size = at_least(1);
     app.add_option("--model", o.model,
-                   "preset, model directory in Hugging Face layout, run directory, or LoRA adapter of peft")
+                   "preset, model directory in Hugging Face layout, GGUF file, run directory, or LoRA adapter of peft")
         ->required();
     add_base_option(app, o.base);
     std::vector<std::string> dtypes = {"fp32", "bf16", "fp16"};

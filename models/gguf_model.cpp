@@ -47,7 +47,7 @@ class ConfigReader {
     std::string key(const char* of) const { return str(name, ".", of); }
 
     template <typename T>
-    T value(const char* of, T otherwise) const {
+    T value(const char* of, const T& otherwise) const {
         return keys.value(key(of), otherwise);
     }
     // A dimension, which may be written once for each layer. otherwise 0: the key is needed.
