@@ -244,7 +244,7 @@ class GgufModelTest(CommandsTest):
         for space, start in (True, ("<s>", 1)), (False, None):
             scores = [float(-(7 * i % 1001)) for i in range(len(pieces))]
             cases.append(tokenizer_json.sentencepiece(pieces, scores, added, "<unk>", space, start))
-        texts = read_json(ROOT, "dev/fixtures/tokenizer/tokenizers.json")["texts"]
+        texts, not_special = read_json(ROOT, "dev/fixtures/tokenizer/tokenizers.json")["texts"], 0
         for case in cases:
             model = self.write_small(case, vocab_size=2048, hidden_size=32, intermediate_size=32, num_attention_heads=2)
             self.run_ok("convert", model, self.path("x.gguf"))
@@ -252,6 +252,10 @@ class GgufModelTest(CommandsTest):
             before = tokenizers.Tokenizer.from_str(json.dumps(case))
             after = tokenizers.Tokenizer.from_file(self.path("back/tokenizer.json"))
             self.assertEqual(before.get_vocab(), after.get_vocab())
+            added = [{token["content"]: token["special"] for token in json.loads(one.to_str())["added_tokens"]}
+                     for one in (before, after)]
+            self.assertEqual(added[0], added[1])
+            not_special += list(added[0].values()).count(False)
             for text in texts:
                 for special in False, True:
                     self.assertEqual(after.encode(text, add_special_tokens=special).ids,
@@ -259,6 +263,7 @@ class GgufModelTest(CommandsTest):
             os.remove(self.path("x.gguf"))
             shutil.rmtree(model)
             shutil.rmtree(self.path("back"))
+        self.assertGreater(not_special, 0)
 
     def test_tokenizers_that_llama_cpp_cannot_express(self):
         for name, words in (("prefix-space", "with these words"), ("literal-split", "with these words"),
