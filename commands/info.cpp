@@ -166,7 +166,10 @@ ordered_json model_info(const std::string& path) {
     else
         info["directory"] = source.directory;
     info["config"] = config_object(source.config);
-    if (!source.gguf) add_trainer(info, source.directory, path);
+    if (source.gguf)
+        info["tensors"] = source.gguf->types();
+    else
+        add_trainer(info, source.directory, path);
     // Both are loaded as far as their files say whether they are valid.
     info["weights"] = source.gguf || holds_weights(source.directory);
     if (info["weights"]) stored_weights(source, parameter_table(source.config, 1));

@@ -228,6 +228,12 @@ GgufModel::GgufModel(const std::string& path) : file(std::make_shared<const Gguf
     model_files = ModelFiles(path, std::move(contents));
 }
 
+std::map<std::string, int64_t> GgufModel::types() const {
+    std::map<std::string, int64_t> counts;
+    for (const auto& [name, tensor] : file->tensors()) counts[tensor.type->name]++;
+    return counts;
+}
+
 StoredWeights GgufModel::weights(const ParamTable& table) const {
     const GgufArchitecture& architecture = architecture_of(*file);
     const int64_t head_size = config_json.value("head_dim", int64_t(0));

@@ -3,6 +3,7 @@
 // phi3, gpt2. In llama and smollm3 RoPE rotates neighbouring channels, so the rows of q and k have another order.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -28,6 +29,7 @@ class GgufModel {
     const ModelFiles& files() const { return model_files; }
     // The weights, which must be all of the file's tensors. table: config()'s.
     StoredWeights weights(const ParamTable& table) const;
+    std::map<std::string, int64_t> types() const;  // "Q4_0": how many tensors have it
     // A line for stderr that names the keys that are unknown; empty if there are none.
     const std::string& warning() const { return unknown_keys; }
 

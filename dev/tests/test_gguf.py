@@ -188,6 +188,8 @@ class GgufModelTest(CommandsTest):
                 self.run_ok("convert", model, file, "--weights", weights)
                 tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
                 self.assertEqual(len(tensors), len(self.weights))
+                counts = {kind: 9, "F32": 3} if kind != "F32" else {"F32": 12}
+                self.assertEqual(json.loads(self.run_ok("info", file, "--json"))["tensors"], counts)
                 for name, tensor in self.names(1).items():
                     found, x = tensors[tensor], self.weights[name]
                     heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
@@ -306,10 +308,13 @@ class GgufModelTest(CommandsTest):
         done = run("train", "--model", file, "--lora-rank", 2, "--data", data, "--out", self.path("lora"), "--steps", 2,
                    "--batch-size", 2, "--seq-len", 32, "--save-every", 2)
         self.assertEqual(done.returncode, 0, done.stderr)
-        sampled = [run("sample", "--model", self.path("lora"), "--base", base, "--prompt", "The", "--max-tokens", "6")
-                   for base in (file, model)]  # the base is known by its weights, whichever file holds them
-        self.assertEqual([done.returncode for done in sampled], [0, 0], [done.stderr for done in sampled])
-        self.assertEqual(sampled[0].stdout, sampled[1].stdout)
+        sampled = [run("sample", "--model", self.path("lora"), *base, "--prompt", "The", "--max-tokens", "6")
+                   for base in ([], ["--base", file], ["--base", model])]  # known by its weights, whichever file holds them
+        self.assertEqual([done.returncode for done in sampled], [0] * 3, [done.stderr for done in sampled])
+        self.assertEqual(len({done.stdout for done in sampled}), 1)
+        done = run("chat", "--model", file, "--max-tokens", "4", "--seed", "1")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("x.gguf: chat_template.jinja", done.stderr)
 
     def test_what_is_not_written(self):
         llama = os.path.join(MODELS, "llama-gqa")
