@@ -54,8 +54,8 @@ void run_chat(const Args& args) {
     const Context ctx;
     const ModelSource source = o.model.resolve(0);
     require(!source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
-    const ChatTemplate chat_template(source.directory);
-    const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
+    const ChatTemplate chat_template(source.files);
+    const Tokenizer tokenizer(source.files);
     ChatOptions options;
     if (o.system_given) options.system = o.system;
     check_conversation(chat_template, options);

@@ -397,9 +397,10 @@ CLI::Option* add_weights_option(CLI::App& app, std::string& weights, bool nf4) {
 
 void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
     const CLI::Validator size = at_least(1);
-    app.add_option("--model", o.model,
-                   "preset ('--help shape' lists them), model directory in Hugging Face layout, run directory, or LoRA "
-                   "adapter of peft")
+    app.add_option(
+           "--model", o.model,
+           "preset ('--help shape' lists them), model directory in Hugging Face layout, GGUF file, run directory, "
+           "or LoRA adapter of peft")
         ->required();
     add_base_option(app, o.base);
     std::vector<std::string> dtypes = {"fp32", "bf16", "fp16"};

@@ -62,7 +62,7 @@ void run_multiple_choice(const EvalOptions& o) {
     const Context ctx;
     const ModelSource source = o.model.resolve(0);
     const std::vector<Question> questions = read_questions(o.multiple_choice);
-    const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
+    const Tokenizer tokenizer(source.files);
     const std::vector<Choice> choices = make_choices(questions, tokenizer, source.config.vocab_size);
     std::string text;
     for (const Question& q : questions) {

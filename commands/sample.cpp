@@ -82,12 +82,11 @@ void run_sample(const Args& args) {
     const SampleOptions o = parse_sample(args);
     const Context ctx;
     const ModelSource source = o.model.resolve(0);
-    const std::string tokenizer_path = join_path(source.directory, "tokenizer.json");
-    const bool has_tokenizer = !source.directory.empty() && path_exists(tokenizer_path);
+    const bool has_tokenizer = Tokenizer::exists(source.files);
     require(has_tokenizer || o.random_weights, source.adapter.empty() ? source.name : source.directory,
             " has no tokenizer.json, which reading and writing text needs; put the model's own beside config.json");
     std::unique_ptr<Tokenizer> tokenizer;
-    if (has_tokenizer) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
+    if (has_tokenizer) tokenizer = std::make_unique<Tokenizer>(source.files);
 
     SampleJob job;
     job.prompts = o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : read_prompts(o.prompt_file);

@@ -133,10 +133,16 @@ void check_grad_rounding(const RunOptions& o, int64_t world, Device device) {
 
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) {
     if (source.directory.empty()) return;
-    const std::string ours = join_path(source.directory, "tokenizer.json"), theirs = data.tokenizer_path();
-    require(theirs.empty() || !path_exists(ours) || Tokenizer::same(ours, theirs), data.path,
-            " was made with another tokenizer than that of ", source.directory,
-            "; make the data with TOKENIZER=", source.directory);
+    const std::string theirs = data.tokenizer_path();
+    const std::string remedy =
+        source.gguf ? str("convert that file to a directory and make the data with the directory as TOKENIZER")
+                    : str("make the data with TOKENIZER=", source.directory);
+    const auto same = [&] {  // a GGUF file holds the tokens of a tokenizer.json, not its text
+        return source.gguf ? Tokenizer(source.files).has_tokens_of(Tokenizer(theirs))
+                           : Tokenizer::same(source.files, theirs);
+    };
+    require(theirs.empty() || !Tokenizer::exists(source.files) || same(), data.path,
+            " was made with another tokenizer than that of ", source.directory, "; ", remedy);
     require(data.vocab_size <= source.config.vocab_size, data.path, " has a vocabulary of ", data.vocab_size,
             " tokens, but ", source.directory, " has one of ", source.config.vocab_size,
             "; make the data with the model's tokenizer, whose files may declare no token beyond the model's");
@@ -182,8 +188,8 @@ std::vector<TrainingData> open_training_data(const std::string& option) {
         if (!glob_files(data.directory.val_pattern()).empty())
             data.val_files = std::make_unique<TokenFiles>(open_split(data.directory, false));
         const DataDirectory &first = all[0].directory, &own = data.directory;
-        const std::string ours = first.tokenizer_path(), theirs = own.tokenizer_path();
-        const bool same_file = ours.empty() == theirs.empty() && (ours.empty() || Tokenizer::same(ours, theirs));
+        const bool ours = Tokenizer::exists(first.path), theirs = Tokenizer::exists(own.path);
+        const bool same_file = ours == theirs && (!ours || Tokenizer::same(first.path, own.tokenizer_path()));
         require(same_file && first.vocab_size == own.vocab_size && first.end_of_text == own.end_of_text,
                 "--data: ", own.path, " was made with another tokenizer than ", first.path,
                 "; make one of them again with TOKENIZER=", first.path);
@@ -445,8 +451,8 @@ std::vector<int32_t> end_of_turn(const TrainSetup& s) {
     for (const TrainingData& data : s.data) {
         const DataDirectory& directory = data.directory;
         int32_t id = directory.end_of_turn;
-        if (id < 0 && directory.chat_template && ChatTemplate::exists(s.source.directory))
-            id = ChatTemplate(s.source.directory).end_of_turn(Tokenizer(directory.tokenizer_path()));
+        if (id < 0 && directory.chat_template && ChatTemplate::exists(s.source.files))
+            id = ChatTemplate(s.source.files).end_of_turn(Tokenizer(directory.tokenizer_path()));
         if (id >= 0) ids.push_back(id);
     }
     return ids;

@@ -505,7 +505,7 @@ void Trainer::save(bool last) {
             LoraAdapter::write_config(directory, model.lora->options, setup.source.directory, model.table);
         else
             save_model_files(directory, model.config, setup.source.original_config,
-                             {setup.source.directory, setup.tokenizer_data().path});
+                             {setup.source.files, setup.tokenizer_data().path});
         add_end_tokens(directory, setup.source, setup.end_of_turn);
         write_json(join_path(directory, "trainer.json"), trainer);
     };
