@@ -87,10 +87,9 @@ std::vector<std::string> take_adapters(const std::vector<std::string>& given, st
     return directories;
 }
 
-ServedModel served_model(const ModelSource& source, const std::string& tokenizer_path, const std::string& name) {
-    const std::string directory = source.directory;
-    ServedModel m{{name}, Tokenizer(tokenizer_path), {}, source.config, {}, false, {}, {}, {}, 0, std::time(nullptr)};
-    if (ChatTemplate::exists(directory)) m.chat_template = std::make_unique<ChatTemplate>(directory);
+ServedModel served_model(const ModelSource& source, const std::string& name) {
+    ServedModel m{{name}, Tokenizer(source.files), {}, source.config, {}, false, {}, {}, {}, 0, std::time(nullptr)};
+    if (ChatTemplate::exists(source.files)) m.chat_template = std::make_unique<ChatTemplate>(source.files);
     m.start_tokens = {start_token(source.config, &m.tokenizer)};
     m.end_tokens = m.end_of_turn_tokens = end_tokens(source, &m.tokenizer);
     if (m.chats())
@@ -144,10 +143,9 @@ void run_serve(const Args& args) {
     const Context ctx;
     const ModelSource source = o.model.resolve(0);
     require(!source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
-    const std::string tokenizer_path = join_path(source.directory, "tokenizer.json");
-    require(path_exists(tokenizer_path), source.directory,
+    require(Tokenizer::exists(source.files), source.directory,
             " has no tokenizer.json, which reading and writing text needs; put the model's own beside config.json");
-    ServedModel model = served_model(source, tokenizer_path, o.name.empty() ? last_part(source.name) : o.name);
+    ServedModel model = served_model(source, o.name.empty() ? last_part(source.name) : o.name);
     const std::vector<std::string> adapters = take_adapters(o.adapters, model.names);
     Access access{o.host, o.key_file.empty() ? std::vector<std::string>() : read_keys(o.key_file), o.origins};
 
