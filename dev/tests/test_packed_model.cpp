@@ -149,8 +149,8 @@ TEST(PackedModel, ThePlanIsWhatIsAllocated) {
             const std::string note = m.packed.packed->note(m.packed.table);
             EXPECT_EQ(note, ffn == 96 ? std::string()
                                       : str("--weights ", name_of(packing),
-                                            ": 32 does not divide the rows of layers.0.fcproj.weight (40), "
-                                            "layers.1.fcproj.weight (40), which stay as they are\n"));
+                                            ": 32 does not divide the rows of layers.*.fcproj.weight (40), "
+                                            "which stay as they are\n"));
         }
 }
 
