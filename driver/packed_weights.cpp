@@ -6,6 +6,7 @@
 #include "runtime/files/weight_files.h"
 #include "runtime/model/initialise.h"
 #include "runtime/model/packed_params.h"
+#include "runtime/text.h"
 
 namespace {
 
@@ -136,10 +137,16 @@ void PackedWeights::randomise(const ParamTable& table, uint64_t seed) const {
 }
 
 std::string PackedWeights::note(const ParamTable& table) const {
-    std::string names;
-    for (const Param& p : table.params)
-        if (may_pack(p) && !packs(p, packing)) names += str(names.empty() ? "" : ", ", p.name, " (", p.cols, ")");
+    std::vector<std::string> names;  // the same in all layers
+    for (const Param& p : table.params) {
+        if (!may_pack(p) || packs(p, packing)) continue;
+        const std::string number = str("layers.", p.layer, "."), name = str(p.name, " (", p.cols, ")");
+        const bool in_layer = starts_with(name, number);
+        names.push_back(in_layer ? "layers.*." + name.substr(number.size()) : name);
+    }
+    std::sort(names.begin(), names.end());
+    names.erase(std::unique(names.begin(), names.end()), names.end());
     if (names.empty()) return "";
-    return str("--weights ", packing_name(packing), ": ", PACKED_GROUP, " does not divide the rows of ", names,
+    return str("--weights ", packing_name(packing), ": ", PACKED_GROUP, " does not divide the rows of ", joined(names),
                ", which stay as they are\n");
 }

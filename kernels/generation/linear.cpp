@@ -150,14 +150,13 @@ ALWAYS_INLINE void panel(Output to, const float* x, int64_t ldx, const W* w, int
         int64_t o = 0;
         const W* row = w;
         const auto next = [&](int64_t step) {
-            o += step;
             row = reinterpret_cast<const W*>(reinterpret_cast<const char*>(row) + step * ldw);
             there.out += step;
             if (there.bias) there.bias += step;
             if (there.residual) there.residual += step;
         };
-        for (; o + OB <= rows; next(OB)) tiles<V, NB, OB>(there, x + n * ldx, ldx, row, ldw, count, C);
-        for (; o < rows; next(1)) tiles<V, NB, 1>(there, x + n * ldx, ldx, row, ldw, count, C);
+        for (; o + OB <= rows; o += OB, next(OB)) tiles<V, NB, OB>(there, x + n * ldx, ldx, row, ldw, count, C);
+        for (; o < rows; o++, next(1)) tiles<V, NB, 1>(there, x + n * ldx, ldx, row, ldw, count, C);
     }
 }
 

@@ -19,7 +19,7 @@
 void packed_linear(Tensor out, Tensor inp, const PackedWeight& weight, Tensor bias, Tensor residual, Tensor scratch);
 int64_t packed_linear_scratch(int64_t N, int64_t C);
 
-// The instructions that packed_linear() uses here, for tests and `info`: "AMX", "AVX-512 VNNI", "AVX2" or "C++".
+// The instructions that packed_linear() uses here: "AMX", "AVX-512 VNNI", "AVX2" or "C++".
 const char* packed_linear_instructions();
 // Uses these instructions from now on, "": the best ones; for tests. False where the CPU has not these. Not while
 // another thread runs packed_linear().

@@ -37,6 +37,9 @@ constexpr int64_t packed_row_bytes(Packing packing, int64_t C) {
     return (packed_code_bytes(packing, C) + scales + 15) / 16 * 16;
 }
 // Rows of C weights have packed rows only where the groups divide them; in bf16 always.
+constexpr bool can_pack(int64_t C) {
+    return C > 0 && C % PACKED_GROUP == 0;
+}
 constexpr bool can_pack(Packing packing, int64_t C) {
-    return C > 0 && (C % PACKED_GROUP == 0 || packing == Packing::Bf16);
+    return packing == Packing::Bf16 ? C > 0 : can_pack(C);
 }
