@@ -3,7 +3,9 @@
 #include <cctype>
 #include <filesystem>
 #include <iostream>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <sstream>
 
 #include "commands/cli.h"
@@ -147,17 +149,16 @@ void convert_to_gguf(const ConvertOptions& o, const Source& source) {
     require(fit.lacks.empty(), o.target, ": llama.cpp has no ", fit.lacks,
             ", which this model needs; a model that it can run comes from `train_gpt train --model llama-tiny --data ",
             data_of(o.source), " --out runs/llama`");
-    GgufWeights types;
-    const std::string& type = o.weights.empty() ? o.dtype : o.weights;
-    types.as_stored = type.empty();
-    types.quantised = type == "int4" || type == "int8";
-    if (type == "int4") types.type = GgufType::Q4_0;
-    if (type == "int8") types.type = GgufType::Q8_0;
-    if (type == "bf16") types.type = GgufType::BF16;
-    if (type == "fp16") types.type = GgufType::F16;
+    const std::map<std::string, GgufType> types = {{"int4", GgufType::Q4_0},
+                                                   {"int8", GgufType::Q8_0},
+                                                   {"bf16", GgufType::BF16},
+                                                   {"fp16", GgufType::F16},
+                                                   {"fp32", GgufType::F32}};
+    const auto type = types.find(o.weights.empty() ? o.dtype : o.weights);
     const ModelFiles tokenizer =
         o.tokenizer.empty() ? source.model.files : with_tokenizer(source.model.files, o.tokenizer);
-    std::cerr << write_gguf(o.target, source.model, tokenizer, source.table, source.weights, types);
+    std::cerr << write_gguf(o.target, source.model, tokenizer, source.table, source.weights,
+                            type == types.end() ? std::nullopt : std::optional(type->second));
 }
 
 }  // namespace

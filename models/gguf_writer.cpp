@@ -70,9 +70,9 @@ std::string lacks(const std::string& family, const std::string& architecture, co
 
 class GgufExport {
   public:
-    GgufExport(const ModelSource& model, const ParamTable& params, const WeightSource& from, const GgufWeights& types,
-               std::string target)
-        : source(model), config(model.config), table(params), weights(from), wanted(types), path(std::move(target)) {
+    GgufExport(const ModelSource& model, const ParamTable& params, const WeightSource& from,
+               std::optional<GgufType> type, std::string target)
+        : source(model), config(model.config), table(params), weights(from), wanted(type), path(std::move(target)) {
         architecture = find_gguf_architecture(gguf_fit(config).architecture);
         require(architecture, path, ": llama.cpp has no such model");
     }
@@ -110,8 +110,7 @@ class GgufExport {
         const ModelConfig& c = config;
         writer.set("general.architecture", architecture->name);
         writer.set("general.type", "model");
-        writer.set("general.file_type",
-                   file_type_of(wanted.as_stored ? type_of(stored_dtype(table.params[0], 0)) : wanted.type));
+        writer.set("general.file_type", file_type_of(wanted ? *wanted : type_of(stored_dtype(table.params[0], 0))));
         writer.set("general.quantization_version", QUANTISATION_VERSION);
         writer.set(key("vocab_size"), c.vocab_size);
         writer.set(key("context_length"), c.max_positions);
@@ -172,12 +171,12 @@ class GgufExport {
 
     GgufType stored_type(const Param& p, size_t i, const std::string& name, bool tell) {
         if (!p.cols || p.role == WPE) return GgufType::F32;
-        if (wanted.as_stored) return type_of(stored_dtype(p, i));
-        if (!wanted.quantised || p.cols % facts_of(wanted.type).block_size == 0) return wanted.type;
+        if (!wanted) return type_of(stored_dtype(p, i));
+        if (p.cols % facts_of(*wanted).block_size == 0) return *wanted;
         const GgufType type = stored_dtype(p, i) == DType::BF16 ? GgufType::BF16 : GgufType::F16;
         if (tell)
             notes += str(path, ": tensor ", name, " stays ", facts_of(type).name, ": its rows of ", p.cols,
-                         " are no whole number of blocks of ", facts_of(wanted.type).block_size, "\n");
+                         " are no whole number of blocks of ", facts_of(*wanted).block_size, "\n");
         return type;
     }
 
@@ -235,7 +234,7 @@ class GgufExport {
     const ModelConfig& config;
     const ParamTable& table;
     const WeightSource& weights;
-    const GgufWeights wanted;
+    const std::optional<GgufType> wanted;
     const std::string path;
     const GgufArchitecture* architecture = nullptr;
     GgufWriter writer;
@@ -253,9 +252,9 @@ GgufFit gguf_fit(const ModelConfig& c) {
 }
 
 std::string write_gguf(const std::string& path, const ModelSource& source, const ModelFiles& tokenizer,
-                       const ParamTable& table, const WeightSource& weights, const GgufWeights& types) {
+                       const ParamTable& table, const WeightSource& weights, std::optional<GgufType> type) {
     require(!path_exists(path), path, ": exists already; choose another name or remove it");
-    GgufExport out(source, table, weights, types, path);
+    GgufExport out(source, table, weights, type, path);
     const std::string temporary = temporary_path(path);
     try {
         const std::string notes = out.write(temporary, tokenizer);

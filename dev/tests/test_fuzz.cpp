@@ -374,7 +374,7 @@ TEST_F(Fuzz, Gguf) {
         {
             const ModelSource source = find_model(folder);
             const ParamTable table = parameter_table(source.config, 1);
-            write_gguf(path, source, source.files, table, open_weight_source(source, table), {true, GgufType::Q8_0});
+            write_gguf(path, source, source.files, table, open_weight_source(source, table), GgufType::Q8_0);
         }
         fuzz(path, read_file(path), {4000, false}, 500, [&] {
             const ModelSource source = find_model(path);

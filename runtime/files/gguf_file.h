@@ -50,7 +50,6 @@ class GgufFile {
 // declaration. Not atomic: callers write a temporary file and rename it. Keys and tensors follow in the order given.
 class GgufWriter {
   public:
-    // Strings, booleans; int32, uint32 for numbers from 0 on; float32; lists of one of these.
     void set(const std::string& key, const std::string& text);
     void set(const std::string& key, const char* text) { set(key, std::string(text)); }
     void set(const std::string& key, bool value);
