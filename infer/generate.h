@@ -77,8 +77,8 @@ struct Request {
     int32_t end = -1;              // the token that ended the completion and is not part of it; -1: none
     float end_logprob = 0;         // its, and the most likely tokens in its place
     std::vector<TokenLogprob> end_top_logprobs = {};
-    int64_t name_space = 0;        // requests of another one do not share pages with it (Engine::remember)
-    int32_t adapter = -1;          // as in Prompt; nor do requests that use another one
+    int64_t name_space = 0;  // requests of another one do not share pages with it (Engine::remember)
+    int32_t adapter = -1;    // as in Prompt; nor do requests that use another one
     // As in Prompt.
     std::optional<SamplingOptions> sampling = {};
     std::vector<int32_t> mask = {};

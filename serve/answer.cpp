@@ -131,7 +131,8 @@ std::string Answer::logprobs_of(Sequence& s, size_t first, size_t last, bool wit
     }
     for (size_t i = first; i < last; i++)
         entries.push_back({s.text->tokens()[i], &s.text->logprobs()[i], &s.text->top_logprobs()[i], {}});
-    // lm-evaluation-harness takes the last entry for the one token that it has sampled, also where that is an end token.
+    // lm-evaluation-harness takes the last entry for the one token that it has sampled, also where that is an end
+    // token.
     if (!call.chat && s.ended && s.end >= 0 && call.most_tokens(model, s.prompt_index) > 0)
         entries.push_back({s.end, &s.end_logprob, &s.end_top_logprobs, {}});
     const auto text_of = [&](int32_t token) {
