@@ -197,7 +197,7 @@ KERNEL_LIB := $(BUILD)/libtrain_gpt_kernels.so
 # The text encoder of make_data.py. It needs no kernels, so `make data` compiles little and no CUDA.
 DATA_LIB := $(BUILD)/libtrain_gpt_data.so
 DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuffix .cpp,added_tokens bpe chat_template conversation_json data_library \
-    declared_tokens example splitter token_text tokenizer tokenizer_settings unicode utf8)) runtime/files/files.cpp runtime/files/json_keys.cpp
+    declared_tokens example splitter token_text tokenizer tokenizer_settings unicode utf8)) runtime/files/files.cpp runtime/files/json_keys.cpp runtime/files/model_files.cpp
 
 # The sources of each of these directories make one object, unless JUMBO=no: headers and the templates of CLI11 and
 # nlohmann/json then compile once for a directory and not in every file, which halves the time of a whole build. What the
@@ -256,6 +256,8 @@ $(foreach hot,kernels tensor_library runtime data,$(BUILD)/$(hot)/%.cpp.o) $(SLO
 $(BUILD)/kernels/cpu/%.cpp.o $(BUILD)/runtime/normal.cpp.o $(BUILD)/kernels/attention/attention.cpp.o: \
     private OPTIMISE := -O2 -ffp-contract=off -g1 -fno-omit-frame-pointer
 else
+# Numbers in files have the bits that the definition of a format gives: without fused multiply-adds.
+$(BUILD)/runtime/files/%.cpp.o: private HOST_FLAGS += -ffp-contract=off
 $(BUILD)/dev/tests/test_%.cpp.o $(PRECOMPILED): private OPTIMISE := -O1
 # Options and config files: no hot code, and with -O1 the templates of CLI11 and nlohmann/json compile in two thirds of
 # the time.
@@ -379,10 +381,10 @@ ifdef CORPUS
 	@$(if $(filter-out linux,$(CORPUS)),echo "CORPUS=$$CORPUS is unknown: it is linux$(COMMA) or give TEXT=file|folder." >&2; exit 1)
 	@$(if $(TEXT)$(VAL_TEXT)$(VAL)$(EXT),echo "CORPUS=linux has its own text: leave out TEXT$(COMMA) VAL_TEXT$(COMMA) VAL and EXT." >&2; exit 1)
 	@name=$${NAME:-linux}; if [ -e "data/tokens/$$name/meta.json" ]; then echo "data/tokens/$$name exists already (remove it, or give another NAME)"; \
-	    else $(PYTHON) scripts/fetch_linux.py && $(PYTHON) data/make_data.py --name="$$name" --text data/text/linux/train \
+	    else $(PYTHON) scripts/fetch_linux.py && MAKE_DATA_VARIABLES=yes $(PYTHON) data/make_data.py --name="$$name" --text data/text/linux/train \
 	    --val-text data/text/linux/val --tokenizer="$${TOKENIZER:-bpe}" --vocab="$${VOCAB:-32768}"; fi
 else ifdef TEXT
-	@$(PYTHON) data/make_data.py --text="$$TEXT" $(foreach option,NAME=name TOKENIZER=tokenizer VOCAB=vocab VAL=val \
+	@MAKE_DATA_VARIABLES=yes $(PYTHON) data/make_data.py --text="$$TEXT" $(foreach option,NAME=name TOKENIZER=tokenizer VOCAB=vocab VAL=val \
 	    VAL_TEXT=val-text EXT=ext,$(call given,$(subst =, ,$(option))))
 else
 	@$(if $(VAL_TEXT)$(NAME)$(TOKENIZER)$(VOCAB)$(VAL)$(EXT),echo "VAL_TEXT$(COMMA) NAME$(COMMA) TOKENIZER$(COMMA) VOCAB$(COMMA) VAL and EXT need TEXT=file|folder." >&2; exit 1)

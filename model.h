@@ -19,6 +19,7 @@
 #include "driver/fp8_state.h"
 #include "driver/nf4_base.h"
 #include "driver/options.h"
+#include "driver/packed_weights.h"
 #include "kernels/attention/attention.h"
 #include "kernels/generation/sampling.h"
 #include "kernels/global_norm.h"
@@ -44,12 +45,12 @@
 ParamTable parameter_table(const ModelConfig& config, int64_t world,
                            OptimizerType hidden_matrices = OptimizerType::AdamW);
 
-// The dtype of weights and activations, whether training keeps fp32 master weights, and the dtype of the optimizer's
-// moments.
+// The dtype of weights and activations, and of what else holds them.
 struct Precision {
     DType dtype = DType::F32;
     bool master = false;  // 16-bit weights are rounded from fp32 ones, which the optimizer updates
     DType moments = DType::F32;
+    std::optional<Packing> packing = {};  // of the matrices, for inference
 };
 
 // The parts that lie in pinned host memory: m and v; master weights; the inputs of blocks (driver/block_inputs.h). The
@@ -78,6 +79,8 @@ struct Model {
     std::unique_ptr<Model> adapters;
     // QLoRA: the weights of the blocks' linear layers, which the arenas then do not hold. Else null.
     std::unique_ptr<Nf4Base> nf4;
+    std::unique_ptr<PackedWeights> packed;  // matrices in 8 or 4 bits, likewise
+    std::vector<int64_t> starts;            // ParamArena::starts of the arena of all other weights; empty: of all
 
     // Builds the table only; allocate() gets the memory. hidden_matrices: the optimizer of hidden matrices.
     Model(const ModelConfig& model_config, const Sharding& ranks, Precision p = {},
@@ -92,17 +95,17 @@ struct Model {
     // Sizes in elements: this rank's weights, the buffers for gathered groups, this rank's fp32 master weights, and the
     // parameters that stay fp32, where they have an arena of their own.
     int64_t kept() const {
-        return nf4 ? Nf4Base::other_starts(table).back() : table.total / sharding.parts(sharding.splits_weights());
+        return starts.empty() ? table.total / sharding.parts(sharding.splits_weights()) : starts.back();
     }
     int64_t gathered() const { return buffers.total(); }
     int64_t master() const { return precision.master ? table.total / sharding.parts(sharding.splits_optimizer()) : 0; }
     int64_t fp32() const { return precision.dtype != DType::F32 || sharding.splits_weights() ? table.fp32_total : 0; }
     int64_t bytes() const { return (kept() + gathered()) * dtype_size(precision.dtype) + (master() + fp32()) * 4; }
 
-    // Null where this model has no such parameter; of frozen parameters there is no gradient.
+    // Null where this model has no such parameter, or not in its dtype; of frozen parameters there is no gradient.
     Tensor weight(int role, int64_t layer = -1) const {
         const Param* p = table.find(role, static_cast<int>(layer));
-        return p ? arenas.tensor(*p) : Tensor{};
+        return p && arenas.weights.holds(*p) ? arenas.tensor(*p) : Tensor{};
     }
     Tensor gradient(const Gradients& grads, int role, int64_t layer = -1) const {
         const Param* p = table.frozen ? nullptr : table.find(role, static_cast<int>(layer));
@@ -123,9 +126,6 @@ struct Model {
     Model(const ModelConfig& model_config, ParamTable params, const Sharding& ranks, Precision p);
 };
 
-// FLOP per token of a training step, for MFU.
-double flop_per_token(const Model& model, int64_t T);
-
 // --------------------------------------------------------------------------------------------------------------------
 // Activations.
 
@@ -144,6 +144,7 @@ struct RunShape {
     std::array<int64_t, NUM_LINEAR_LAYERS> lora_widths{};  // LoraTable::widths of the adapters in training; 0: none
     int64_t adapter_elements = 0;                          // of all adapters in training
     int64_t nf4_weight = 0;                                // QLoRA: elements of the largest weight in NF4; 0: none
+    std::optional<Packing> packing = {};                   // of the matrices, for inference
     bool offload_inputs = false;  // the blocks' inputs, but the last one's, wait in host memory for the backward pass
     bool deterministic = true;    // false: attention's backward pass may add in any order
     Target target = this_target();
@@ -341,7 +342,7 @@ void write_scalars(const Context& ctx, const Activations& acts, const StepScalar
 
 struct EvalSplit {
     const TokenFiles& files;
-    const Packing* packing;  // of its examples; null: fixed sequences
+    const ExamplePacking* packing;  // of its examples; null: fixed sequences
     int32_t end_of_text;
     int64_t limit, bytes;  // the first so many tokens are read, 0: all; bytes of its text, 0: unknown
 };
@@ -365,4 +366,5 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Gradie
 // The model that a run with these options trains on this rank, and the shape of its micro-steps. Nothing is allocated.
 Model model_of(const RunOptions& options, const ModelConfig& config, int64_t rank, int64_t world);
 RunShape run_shape(const RunOptions& options, const Model& model, const Target& target = this_target());
-Snapshot snapshot_of(const Model& model);  // of its training state, not allocated
+Snapshot snapshot_of(const Model& model);              // of its training state, not allocated
+double flop_per_token(const Model& model, int64_t T);  // of a training step, for MFU

@@ -154,6 +154,8 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
 
 Model::Model(const ModelConfig& model_config, ParamTable params, const Sharding& ranks, Precision p)
     : config(model_config), table(std::move(params)), precision(p), sharding(ranks) {
+    if (p.packing) packed = std::make_unique<PackedWeights>(table, *p.packing);
+    if (packed) starts = packed->other_starts(table);
     if (sharding.splits_weights()) buffers = GroupBuffers(table, WeightGatherer::LAYER_BUFFERS, false);
 }
 
@@ -161,11 +163,12 @@ Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p
              Offload to_host, const LoraOptions& lora_options)
     : Model(model_config, parameter_table(model_config, ranks.world, hidden_matrices), ranks, p) {
     offload = to_host;
+    if (lora_options.nf4) nf4 = std::make_unique<Nf4Base>(table);
+    if (nf4) starts = Nf4Base::other_starts(table);
     if (!lora_options.on()) return;
     table.frozen = true;
     precision.master = false;
     lora = std::make_unique<LoraTable>(table, lora_options, ranks.world, hidden_matrices);
-    if (lora_options.nf4) nf4 = std::make_unique<Nf4Base>(table);
     const Sharding whole{std::min<int64_t>(ranks.stage, 2), ranks.rank, ranks.world};
     adapters.reset(new Model(config, lora->params, whole, p));
 }
@@ -181,10 +184,9 @@ void Model::allocate(const Context& ctx) {
         return t;
     };
     arenas.weights = sharding.arena(part(precision.dtype, kept()), sharding.splits_weights());
-    if (nf4) {
-        arenas.weights.starts = Nf4Base::other_starts(table);
-        nf4->allocate();
-    }
+    arenas.weights.starts = starts;
+    if (nf4) nf4->allocate();
+    if (packed) packed->allocate();
     if (gathered()) arenas.weights.views = buffers.views(table, part(precision.dtype, gathered()));
     if (master())
         arenas.master = sharding.arena(master_memory.at(0, DType::F32, {master()}), sharding.splits_optimizer());
@@ -460,8 +462,7 @@ void forward(const Pass& pass) {
             const Range embedding(p.ctx.profiler, "embedding");
             const GatheredGroup weights = model.use(p.ctx, 0, model.layer_group(0));
             const NormActs e = embedding_norm(p, a.res1);
-            embedding_forward(model.config.embedding_norm ? e.inp : a.res1, p.in.tokens, p.in.positions,
-                              model.weight(WTE), model.weight(WPE), p.stream());
+            embed(p, model.config.embedding_norm ? e.inp : a.res1);
             if (model.config.embedding_norm) norm_forward(p, EMBEDNORM_W, -1, e);
             if (!norm_after) norm_forward(p, NORM1_W, l, norm1(a));
         } else if (norm_after) {
@@ -493,7 +494,8 @@ Tensor head_forward(const Pass& p, Tensor inp) {
     const Range range(p.ctx.profiler, "head");
     const GatheredGroup weights = p.model.use(p.ctx, p.model.head_group());
     const Tensor out = p.acts.logits.rows(0, inp.shape[0]);
-    matmul_forward(out, inp, p.model.weight(p.model.head()), p.model.weight(HEAD_B), p.stream());
+    const LinearWeights w = linear_weights(p.model, p.model.head());
+    w.packed ? packed_forward(p, out, inp, w) : matmul_forward(out, inp, w.weight, w.bias, p.stream());
     return out;
 }
 
@@ -525,10 +527,10 @@ void evaluate_loss(const Pass& p, bool accumulate, const std::function<void(int6
     for (int64_t begin = 0; begin < p.in.n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, p.in.n);
         const LinearCrossEntropy head = head_of(p, p.acts.normf, begin, end);
-        if (look) {
+        if (look || !head.weight) {  // or the head is packed
             head_forward(p, head.inp);
             cross_entropy_forward(head.losses, head.logits, head.targets, head.V, head.softcap, p.stream());
-            look(begin, head.logits);
+            if (look) look(begin, head.logits);
         } else {
             const Range range(p.ctx.profiler, "head and loss");
             linear_cross_entropy_forward(head, p.stream());

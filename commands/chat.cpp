@@ -30,6 +30,7 @@ ChatCommandOptions parse_chat(const Args& args) {
         "of the input quits.",
         "train_gpt chat");
     add_model_options(app, o.model);
+    add_weights_option(app, o.model.weights, true);
     app.add_option_function<std::string>(
         "--system",
         [&o](const std::string& text) {
@@ -53,14 +54,15 @@ void run_chat(const Args& args) {
     const Context ctx;
     const ModelSource source = o.model.resolve(0);
     require(!source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
-    const ChatTemplate chat_template(source.directory);
-    const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
+    const ChatTemplate chat_template(source.files);
+    const Tokenizer tokenizer(source.files);
     ChatOptions options;
     if (o.system_given) options.system = o.system;
     check_conversation(chat_template, options);
     EngineOptions engine_options;
     engine_options.context = o.context ? o.context : std::min<int64_t>(source.config.max_positions, 4096);
     engine_options.dtype = o.model.type();
+    take_weights(engine_options, source, o.model.weights);
     engine_options.sampling = sampling_options(o.sampling, source, args);
     engine_options.sampled_vocab = sampled_vocab(source.config, &tokenizer);
     LoadedEngine m(ctx, source, engine_options, false);

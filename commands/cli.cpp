@@ -367,12 +367,14 @@ int64_t memory_size(const std::string& text) {
 
 CLI::Option* add_gpu_memory_option(CLI::App& app, int64_t& bytes, const std::string& description) {
     const auto check = [](const std::string& text) {
-        return memory_size(text) ? std::string()
-                                 : str(quoted_if_empty(text), " is not an amount of memory; write it as in 24GiB");
+        return memory_size(text)
+                   ? std::string()
+                   : str(quoted_if_empty(text), " is not an amount of memory; write it as in 24GiB (or MiB, GB, MB)");
     };
     return app
         .add_option_function<std::string>(
-            "--gpu-memory", [&bytes](const std::string& text) { bytes = memory_size(text); }, description)
+            "--gpu-memory", [&bytes](const std::string& text) { bytes = memory_size(text); },
+            description + "; GiB and MiB are of 1024, GB and MB of 1000")
         ->check(CLI::Validator(check, ""))
         ->group(help_group::MEMORY);
 }
@@ -381,10 +383,24 @@ void add_base_option(CLI::App& app, std::string& base) {
     app.add_option("--base", base, "model directory that a LoRA adapter belongs to; default: the one that it names");
 }
 
+CLI::Option* add_weights_option(CLI::App& app, std::string& weights, bool nf4) {
+    std::vector<std::string> names = {weights};
+    names.insert(names.end(), PACKING_NAMES.begin(), PACKING_NAMES.end());
+    if (nf4) names.push_back(NF4_NAME);
+    return app
+        .add_option("--weights", weights,
+                    "how the matrices lie in memory: in 8 or 4 bits, for inference; model: as the model's directory "
+                    "holds them, in --dtype unless they are packed already (convert --weights)")
+        ->check(CLI::IsMember(names))
+        ->capture_default_str();
+}
+
 void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
     const CLI::Validator size = at_least(1);
-    app.add_option("--model", o.model,
-                   "preset, model directory in Hugging Face layout, run directory, or LoRA adapter of peft")
+    app.add_option(
+           "--model", o.model,
+           "preset ('--help shape' lists them), model directory in Hugging Face layout, GGUF file, run directory, "
+           "or LoRA adapter of peft")
         ->required();
     add_base_option(app, o.base);
     std::vector<std::string> dtypes = {"fp32", "bf16", "fp16"};

@@ -33,6 +33,8 @@ CLI::Validator attention_types();
 
 // --base, for commands that read a model.
 void add_base_option(CLI::App& app, std::string& base);
+// --weights, for inference. nf4: it may be that too (take_weights()).
+CLI::Option* add_weights_option(CLI::App& app, std::string& weights, bool nf4 = false);
 // training: --dtype auto exists and is the default.
 void add_model_options(CLI::App& app, ModelOptions& options, bool training = false);
 void add_sampling_flags(CLI::App& app, SamplingFlags& options);

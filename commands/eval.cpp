@@ -26,12 +26,14 @@ EvalOptions parse_eval(const Args& args) {
     EvalOptions o;
     CLI::App app(
         "Scores every token of a split once and prints tokens, bytes, val_loss (nats per token), perplexity and "
-        "bits_per_byte. With --multiple-choice, scores multiple-choice questions and prints accuracy, accuracy_norm "
+        "bits_per_byte; of conversations loss_tokens, val_loss and perplexity. With --multiple-choice, scores "
+        "multiple-choice questions and prints accuracy, accuracy_norm "
         "(accuracy by log-probability per character) and count. If the questions have one ending each, it prints "
         "accuracy, perplexity and count.",
         "train_gpt eval");
     const CLI::Validator positive = at_least(1);
     add_model_options(app, o.model);
+    add_weights_option(app, o.model.weights);
     auto* data = app.add_option("--data", o.data, "directory with train_*.bin and val_*.bin, as 'make data' writes it");
     auto* questions =
         app.add_option(
@@ -60,7 +62,7 @@ void run_multiple_choice(const EvalOptions& o) {
     const Context ctx;
     const ModelSource source = o.model.resolve(0);
     const std::vector<Question> questions = read_questions(o.multiple_choice);
-    const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
+    const Tokenizer tokenizer(source.files);
     const std::vector<Choice> choices = make_choices(questions, tokenizer, source.config.vocab_size);
     std::string text;
     for (const Question& q : questions) {
@@ -76,7 +78,9 @@ void run_multiple_choice(const EvalOptions& o) {
     }
     const std::string cut = cut_choices_note(choices, tokenizer.start_of_text().size(), T);
     if (!cut.empty()) std::cerr << "train_gpt: eval: " << cut << "\n";
-    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
+    RunShape shape = inference_shape(o.batch_size, T, o.model.type());
+    shape.packing = packing_of(source, o.model.weights);
+    const LoadedModel m(ctx, source, shape);
     nlohmann::ordered_json result;
     for (const auto& [name, value] : answer_questions(ctx, m.model, m.acts, questions, choices, tokenizer)) {
         require(std::isfinite(value), source.name, ": the loss of an ending is not finite", NOT_FINITE);
@@ -101,19 +105,21 @@ void run_eval(const Args& args) {
     if (!T && !source.directory.empty())
         T = trained_seq_len(source.adapter.empty() ? source.directory : source.adapter);
     if (T <= 0) T = std::min<int64_t>(source.config.max_positions, 1024);
-    std::unique_ptr<Packing> packing;
-    if (files.has_examples()) packing = std::make_unique<Packing>(files, T, o.too_long == "skip");
-    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
+    std::unique_ptr<ExamplePacking> packing;
+    if (files.has_examples()) packing = std::make_unique<ExamplePacking>(files, T, o.too_long == "skip");
+    RunShape shape = inference_shape(o.batch_size, T, o.model.type());
+    shape.packing = packing_of(source, o.model.weights);
+    const LoadedModel m(ctx, source, shape);
     const EvalSplit split{files, packing.get(), data.end_of_text, 0, text_bytes(data, files, train_split)};
     const Evaluation e = evaluate(ctx, m.model, m.acts, split);
     if (packing && packing->num_too_long())
         std::cerr << "train_gpt: eval: " << packing->num_too_long() << " examples longer than --seq-len " << T
                   << " were left out\n";
     require(std::isfinite(e.loss()), source.name, ": the loss is ", e.loss(), NOT_FINITE);
-    print_result({{"tokens", e.tokens},
-                  {"bytes", e.bytes},
-                  {"val_loss", e.loss()},
-                  {"perplexity", std::exp(e.loss())},
-                  {"bits_per_byte", e.bits_per_byte()}},
-                 o.json);
+    nlohmann::ordered_json result = {{files.masked() ? "loss_tokens" : "tokens", e.tokens}};
+    if (e.bytes) result["bytes"] = e.bytes;
+    result["val_loss"] = e.loss();
+    result["perplexity"] = std::exp(e.loss());
+    if (e.bytes) result["bits_per_byte"] = e.bits_per_byte();
+    print_result(result, o.json);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "models/family.h"
 #include "runtime/error.h"
 #include "runtime/names.h"
 #include "runtime/text.h"
@@ -39,9 +40,11 @@ class HelpFormatter : public CLI::Formatter {
         return group == UNGROUPED ? text : text.substr(0, end) + text.substr(end + 1);
     }
 
-    // Leaves out lists of many options that one excludes: each of those names the option from its own side.
+    // Leaves out lists of many options that one excludes: each of those names the option from its own side; and
+    // REQUIRED where the description says when it is.
     std::string make_option_opts(const CLI::Option* option) const override {
-        const std::string text = CLI::Formatter::make_option_opts(option);
+        std::string text = CLI::Formatter::make_option_opts(option);
+        if (starts_with(option->get_description(), "required ")) text = text.substr(0, text.find(" REQUIRED"));
         return option->get_excludes().size() > 2 ? text.substr(0, text.find(" Excludes:")) : text;
     }
 };
@@ -76,5 +79,7 @@ std::string help_text(const CLI::App& app, const std::string& topic, const std::
         formatter.last_lines = str("\nMore: '", command, words.front(), "' lists a group, '", command,
                                    "all' every option. Groups: ", joined(words), "\n");
     }
+    if (topic == word_of(help_group::SHAPE))
+        formatter.last_lines = str("\nPresets, whose shape these options change: ", joined(preset_names()), "\n");
     return formatter.make_help(&app, app.get_name(), CLI::AppFormatMode::Normal);
 }

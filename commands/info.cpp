@@ -13,6 +13,7 @@
 #include "model.h"
 #include "models/bin_models.h"
 #include "models/family.h"
+#include "models/gguf_model.h"
 #include "models/lora_adapter.h"
 #include "runtime/communication/comm.h"
 #include "runtime/console.h"
@@ -41,10 +42,10 @@ InfoOptions parse_info(const Args& args) {
     CLI::App app(
         "Shows what a token file, a data directory, a model or a run contains. Without a path, shows the build.",
         "train_gpt info");
-    app.add_option(
-        "path,--data", o.path,
-        "token file or model (.bin), data directory, model directory, run directory, LoRA adapter, .safetensors file, "
-        "tokenizer.json or preset");
+    app.add_option("path,--data", o.path,
+                   "token file or model (.bin, .gguf), data directory, model directory, run directory, LoRA adapter, "
+                   ".safetensors file, "
+                   "tokenizer.json or preset");
     app.add_option("--show", o.show,
                    "print the first examples of a data directory, with the loss tokens in colour, or in brackets where "
                    "stdout is not a terminal")
@@ -159,15 +160,22 @@ ordered_json adapter_info(const std::string& path, const std::string& directory)
 
 ordered_json model_info(const std::string& path) {
     const ModelSource source = find_model(path);
-    ordered_json info = {{"kind", "model"}, {"directory", source.directory}};
+    ordered_json info = {{"kind", "model"}};
+    if (source.gguf)
+        info["format"] = "GGUF";
+    else
+        info["directory"] = source.directory;
     info["config"] = config_object(source.config);
-    add_trainer(info, source.directory, path);
+    if (source.gguf)
+        info["tensors"] = source.gguf->types();
+    else
+        add_trainer(info, source.directory, path);
     // Both are loaded as far as their files say whether they are valid.
-    info["weights"] = holds_weights(source.directory);
-    if (info["weights"]) StoredWeights(source.directory, parameter_table(source.config, 1));
-    const std::string tokenizer = join_path(source.directory, "tokenizer.json");
-    info["tokenizer"] = path_exists(tokenizer);
-    if (info["tokenizer"]) Tokenizer{tokenizer};
+    info["weights"] = source.gguf || holds_weights(source.directory);
+    if (source.packing) info["packing"] = packing_name(*source.packing);
+    if (info["weights"]) stored_weights(source, parameter_table(source.config, 1));
+    info["tokenizer"] = Tokenizer::exists(source.files);
+    if (info["tokenizer"]) Tokenizer{source.files};
     return info;
 }
 
@@ -203,6 +211,8 @@ void run_info(const Args& args) {
     ordered_json info;
     if (o.path.empty()) {
         info = build_info();
+    } else if (GgufModel::is_gguf(o.path)) {
+        info = model_info(o.path);
     } else if (!is_directory(o.path)) {
         ModelConfig config;
         require(path_exists(o.path) || preset(o.path, config), o.path,

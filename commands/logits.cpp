@@ -21,6 +21,7 @@ LogitsOptions parse_logits(const Args& args) {
     CLI::App app("Writes the logits of a sequence of token ids as a float32 [T, V] array in NumPy's format.",
                  "train_gpt logits");
     add_model_options(app, o.model);
+    add_weights_option(app, o.model.weights);
     app.add_option("--tokens", tokens, "token ids, separated by spaces")->required();
     app.add_option("--output", o.output, ".npy file to write")->required();
     app.add_option("--dump", o.dump, "directory to write every activation to, as <name>.npy");
@@ -53,6 +54,7 @@ void run_logits(const Args& args) {
         require(id < V, "--tokens: ", id, " is beyond the model's vocabulary of ", V);
     }
     RunShape shape = inference_shape(1, T, o.model.type());
+    shape.packing = packing_of(source, o.model.weights);
     shape.overlap = o.dump.empty();  // every activation survives until it is dumped
     const LoadedModel m(ctx, source, shape);
     if (!o.dump.empty()) make_directories(o.dump);  // an error here leaves no output

@@ -20,6 +20,7 @@ struct PlanOptions : RunOptions {
     int64_t world = 1;
     std::string gpu;  // a part of its name; empty: this program's device
     bool inference = false, generate = false, json = false, verbose = false;
+    std::optional<Packing> packing;  // of --weights
 };
 
 // The GPU that a plan with --gpu or --gpu-memory is for; null: this program's device. --gpu-memory does not
@@ -34,6 +35,7 @@ PlanOptions parse_plan(const Args& args) {
     CLI::App app("Prints the memory that a run needs and its FLOP per token. Allocates nothing.", "train_gpt plan");
     const CLI::Validator positive = at_least(1);
     add_model_options(app, o.model, true);
+    add_weights_option(app, o.model.weights);
     app.add_option("--batch-size", o.batch_size, "sequences per micro-step")->check(positive)->capture_default_str();
     app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
     auto* optimizer = add_optimizer_option(app, o.optimizer);
@@ -77,6 +79,10 @@ PlanOptions parse_plan(const Args& args) {
     parse(app, args,
           {"--model", "--batch-size", "--seq-len", "--dtype", "--optimizer", "--recompute", "--lora-rank", "--qlora",
            "--zero-stage", "--world", "--gpu", "--gpu-memory", "--fit", "--inference", "--generate", "--json"});
+    if (o.model.weights != "model" && !o.inference && !o.generate)
+        throw UsageError("--weights is for inference; add --inference or --generate");
+    if (o.model.weights != "model" && (!o.gpu.empty() || o.gpu_memory))
+        throw UsageError("--weights is planned for this program's device; leave --gpu and --gpu-memory out");
     o.model.for_gpu = !o.gpu.empty() || o.gpu_memory;
     const Gpu* const gpu = planned_gpu(o);
     if (!o.inference && !o.generate)
@@ -89,13 +95,16 @@ PlanOptions parse_plan(const Args& args) {
     return o;
 }
 
-// The bytes of the GPU that are in use before a run, and a remark on them. A context that was not measured is taken to
-// be an H100's.
+// The bytes of the GPU that are in use before a run, and lines on them where they are planned: those of the CUDA
+// context, which is taken to be an H100's if it was not measured.
 std::pair<int64_t, std::string> in_use_on(const Gpu* gpu) {
     if (!gpu) return {device_bytes_in_use(), ""};
-    if (gpu->context_mib > 0) return {int64_t(gpu->context_mib * 0x1p20), ""};
-    return {int64_t(find_gpu("H100 80GB HBM3").context_mib * 0x1p20),
-            str("  the CUDA context was not measured on ", gpu->name, "; that of an H100 is planned\n")};
+    const bool measured = gpu->context_mib > 0;
+    const auto bytes = int64_t((measured ? gpu->context_mib : find_gpu("H100 80GB HBM3").context_mib) * 0x1p20);
+    const std::string line = str("  CUDA context            ", human_bytes(bytes), "\n");
+    return {bytes, measured ? line
+                            : str(line, "  the CUDA context was not measured on ", gpu->name,
+                                  "; that of an H100 is planned\n")};
 }
 
 // A run, planned.
@@ -105,12 +114,15 @@ struct PlannedRun {
     MemoryPlan memory;
 };
 
-PlannedRun plan_run(PlanOptions o, const ModelConfig& config, const Target& target) {
+PlannedRun plan_run(const PlanOptions& o, const ModelConfig& config, const Target& target) {
     const bool training = !o.inference && !o.generate;
-    if (!training) o.master_weights = false;
-    PlannedRun run{model_of(o, config, 0, o.world), {}, {}};
+    PlannedRun run{
+        training ? model_of(o, config, 0, o.world) : Model(config, {}, inference_precision(o.model.type(), o.packing)),
+        {},
+        {}};
     RunShape shape =
         training ? run_shape(o, run.model, target) : inference_shape(o.batch_size, o.seq_len, o.model.type());
+    shape.packing = o.packing;
     shape.target = target;
     run.acts = std::make_unique<Activations>(config, shape);
     run.memory = memory_plan(run.model, *run.acts, gradient_options(o));
@@ -134,7 +146,8 @@ struct PlanReport {
     int64_t world;
     MemoryPlan memory;
     int64_t in_use_before;             // bytes of the GPU: the CUDA context and other programs
-    std::string remark;                // a line after the memory plan, or ""
+    bool is_here;                      // the device is: they were asked for, not planned
+    std::string remark;                // lines after the memory plan, or ""
     std::vector<PlannedGroup> groups;  // of training
     std::vector<int64_t> stages;       // with several ranks: bytes that each rank needs, by --zero-stage; else empty
     std::vector<ArenaPlan::Entry> activations;  // text output lists the largest, or with --verbose all
@@ -164,7 +177,7 @@ void show_json(const PlanReport& r) {
 void show_plan(const PlanReport& r, const PlanOptions& o) {
     if (o.json) return show_json(r);
     std::cout << r.name << ": " << r.description << "\n"
-              << r.memory.text(r.in_use_before) << r.remark << "  FLOP per token          "
+              << r.memory.text(r.is_here ? r.in_use_before : 0) << r.remark << "  FLOP per token          "
               << str(r.flop_per_token / 1e6) << " MFLOP ("
               << (r.training ? "forward and backward" : "of a training step") << ", recomputation not counted)\n";
     const auto& tried = r.fit.tried;
@@ -211,6 +224,9 @@ void run_plan(const Args& args) {
     const Gpu* const gpu = planned_gpu(o);
     const Target target = gpu ? gpu->target() : this_target();
     const bool training = !o.inference && !o.generate;
+    o.packing =
+        o.generate ? generation_packing(source, o.model.weights, o.model.type()) : packing_of(source, o.model.weights);
+    if (training) refuse_packed(source, "training");
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, target);
     auto [in_use_before, remark] = in_use_on(gpu);
     FitReport fitted;
@@ -234,6 +250,7 @@ void run_plan(const Args& args) {
     generation.slots = o.batch_size;
     generation.context = o.seq_len;
     generation.dtype = o.model.type();
+    generation.packing = o.packing;
     MemoryPlan plan = o.generate ? memory_plan(model, Engine(source.config, generation, {})) : run.memory;
     plan.limit = o.gpu_memory;
     // With several ranks: what each ZeRO stage needs. In stage 0 each rank keeps the whole state.
@@ -254,13 +271,15 @@ void run_plan(const Args& args) {
         if (group.weights) groups.push_back(group);
     }
     PlanReport report{source.name,
-                      describe(model.config, model.table.num_weights()),
+                      str(describe(model.config, model.table.num_weights()), ", ", o.model.dtype,
+                          o.model.auto_dtype ? " (--dtype auto)" : "", gpu ? str(", on ", gpu->name) : ""),
                       model.table.num_weights(),
                       flop_per_token(model, o.seq_len),
                       training,
                       o.world,
                       plan,
                       in_use_before,
+                      !gpu,
                       remark,
                       groups,
                       stages,

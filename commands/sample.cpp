@@ -31,6 +31,7 @@ SampleOptions parse_sample(const Args& args) {
         "Completes prompts. Prints each prompt with its completion; completions are separated by lines of ---.",
         "train_gpt sample");
     add_model_options(app, o.model);
+    add_weights_option(app, o.model.weights, true);
     auto* prompt =
         app.add_option("--prompt", o.prompt, "text to complete; empty: start from the beginning-of-text token");
     app.add_option(
@@ -81,12 +82,11 @@ void run_sample(const Args& args) {
     const SampleOptions o = parse_sample(args);
     const Context ctx;
     const ModelSource source = o.model.resolve(0);
-    const std::string tokenizer_path = join_path(source.directory, "tokenizer.json");
-    const bool has_tokenizer = !source.directory.empty() && path_exists(tokenizer_path);
+    const bool has_tokenizer = Tokenizer::exists(source.files);
     require(has_tokenizer || o.random_weights, source.adapter.empty() ? source.name : source.directory,
             " has no tokenizer.json, which reading and writing text needs; put the model's own beside config.json");
     std::unique_ptr<Tokenizer> tokenizer;
-    if (has_tokenizer) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
+    if (has_tokenizer) tokenizer = std::make_unique<Tokenizer>(source.files);
 
     SampleJob job;
     job.prompts = o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : read_prompts(o.prompt_file);
@@ -111,6 +111,7 @@ void run_sample(const Args& args) {
     job.policy = o.policy;
     job.policy.check(engine_options.context, longest);
     engine_options.dtype = o.model.type();
+    take_weights(engine_options, source, o.model.weights);
     engine_options.sampling = sampling_options(o.sampling, source, args);
     engine_options.sampled_vocab = sampled_vocab(source.config, tokenizer.get());
     engine_options.batch_invariant = o.batch_invariant;

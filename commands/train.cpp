@@ -25,7 +25,9 @@ void add_length_options(CLI::App& app, TrainOptions& o) {
     app.add_option("--epochs", o.epochs,
                    "instead of --steps: passes over the training sequences, of the first directory of --data")
         ->check(number_in(1e-6, 1e6));
-    app.add_option("--batch-size", o.batch_size, "sequences per process and micro-step")
+    app.add_option("--batch-size", o.batch_size,
+                   "sequences per process and micro-step; from a checkpoint 2 or 1 where a run "
+                   "of --epochs would have less than 50 steps")
         ->check(positive)
         ->capture_default_str();
     app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
@@ -232,10 +234,14 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     auto app = std::make_unique<CLI::App>(
         "Trains a model and writes a run directory: run.toml, log.jsonl and checkpoints.", "train_gpt train");
     add_model_options(*app, o.model, true);
+    const std::string unless_resumed = "required without --resume: ";
+    CLI::Option* const model = app->get_option("--model");
+    model->description(unless_resumed + model->get_description());
     app->add_option(
            "--data", o.data,
-           "directory with train_*.bin and val_*.bin, as 'make data' writes it; or several directories with their "
-           "shares of the training sequences, as in web:0.7,code:0.3")
+           unless_resumed +
+               "directory with train_*.bin and val_*.bin, as 'make data' writes it; or several directories with their "
+               "shares of the training sequences, as in web:0.7,code:0.3")
         ->required();
     app->add_option("--out", o.out, "run directory to write")->required();
     app->add_flag(
@@ -265,11 +271,13 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
 }
 
 // What most runs need: the help without a topic.
-const std::vector<std::string> SHORT_HELP = {
-    "--model", "--data",       "--out",          "--resume",     "--config",
-    "--steps", "--epochs",     "--batch-size",   "--seq-len",    "--total-batch-tokens",
-    "--lr",    "--lora-rank",  "--qlora",        "--dtype",      "--gpu-memory",
-    "--fit",   "--eval-every", "--sample-every", "--save-every", "--gpus"};
+const std::vector<std::string> SHORT_HELP = {"--model",      "--data",       "--out",
+                                             "--resume",     "--steps",      "--epochs",
+                                             "--batch-size", "--seq-len",    "--total-batch-tokens",
+                                             "--lr",         "--optimizer",  "--lora-rank",
+                                             "--qlora",      "--dtype",      "--gpu-memory",
+                                             "--fit",        "--eval-every", "--sample-every",
+                                             "--save-every", "--gpus"};
 
 // --steps and --epochs say the same. What is typed wins over a configuration file, as run.toml of a resumed run.
 void settle_length(TrainOptions& o, const Args& args) {
@@ -353,6 +361,7 @@ TrainOptions parse_train(const Args& args) {
         throw UsageError(str("--config: ", e.what()));
     }
     parse(*app, all, SHORT_HELP);
+    o.batch_given = app->get_option("--batch-size")->count() > 0;
     settle_length(o, args);
     if (!o.new_data.empty()) o.data = o.new_data;
     if (!o.launch.rendezvous.empty()) {  // also where one process does not use it

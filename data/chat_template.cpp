@@ -5,7 +5,6 @@
 #include <nlohmann/json.hpp>
 
 #include "data/declared_tokens.h"
-#include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
 
 using nlohmann::json;
@@ -59,21 +58,23 @@ std::tm local_time_now() {
     return out;
 }
 
-ChatTemplate::Source ChatTemplate::read(const std::string& directory) {
+ChatTemplate::Source ChatTemplate::read(const ModelFiles& model) {
+    constexpr const char *CONFIG = "tokenizer_config.json", *FILE = "chat_template.jinja",
+                         *TOOL_USE = "additional_chat_templates/tool_use.jinja";
     Source out;
-    const std::string config_path = join_path(directory, "tokenizer_config.json");
-    const json config = path_exists(config_path) ? json(read_json(config_path)) : json::object();
-    for (const auto& [name, token] : read_declared_tokens(directory).named)
+    const std::string config_path = model.shown_as(CONFIG);
+    const json config = model.has(CONFIG) ? parse_json_object(model.read(CONFIG), config_path) : json::object();
+    for (const auto& [name, token] : read_declared_tokens(model).named)
         out.special_tokens.emplace_back(name, jinja::Text(token));
     // The files win over tokenizer_config.json, also where only one of them exists.
-    out.path = join_path(directory, "chat_template.jinja");
-    out.tool_use_path = join_path(directory, "additional_chat_templates/tool_use.jinja");
-    const bool has_file = path_exists(out.path), has_tool_use = path_exists(out.tool_use_path);
+    out.path = model.shown_as(FILE);
+    out.tool_use_path = model.shown_as(TOOL_USE);
+    const bool has_file = model.has(FILE), has_tool_use = model.has(TOOL_USE);
     require(has_file || !has_tool_use, out.tool_use_path, ": is a template for conversations with tools, but ",
             out.path, ", the one for the others, is missing; add it");
-    if (has_tool_use) out.tool_use = read_file(out.tool_use_path, LONGEST);
+    if (has_tool_use) out.tool_use = model.read(TOOL_USE, LONGEST);
     if (has_file) {
-        out.text = read_file(out.path, LONGEST);
+        out.text = model.read(FILE, LONGEST);
         return out;
     }
     std::map<std::string, std::string> found = read_templates(config, config_path);
@@ -84,18 +85,18 @@ ChatTemplate::Source ChatTemplate::read(const std::string& directory) {
     return out;
 }
 
-ChatTemplate::Source ChatTemplate::read_existing(const std::string& directory) {
-    Source source = read(directory);
-    require(!source.path.empty(), directory,
+ChatTemplate::Source ChatTemplate::read_existing(const ModelFiles& model) {
+    Source source = read(model);
+    require(!source.path.empty(), model.path(),
             ": no chat template in tokenizer_config.json or chat_template.jinja, so this model was not trained for "
             "conversations; use 'sample'");
     return source;
 }
 
-ChatTemplate::ChatTemplate(const std::string& model_directory) : ChatTemplate(read_existing(model_directory)) {}
+ChatTemplate::ChatTemplate(const ModelFiles& model) : ChatTemplate(read_existing(model)) {}
 
-bool ChatTemplate::exists(const std::string& model_directory) {
-    return !read(model_directory).path.empty();
+bool ChatTemplate::exists(const ModelFiles& model) {
+    return !read(model).path.empty();
 }
 
 ChatTemplate::ChatTemplate(Source source)

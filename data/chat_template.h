@@ -22,12 +22,12 @@ struct Message {
 
 class ChatTemplate {
   public:
-    // The template of a model directory: chat_template.jinja, and additional_chat_templates/tool_use.jinja for
+    // The template of a model: chat_template.jinja, and additional_chat_templates/tool_use.jinja for
     // conversations with tools; else `chat_template` in tokenizer_config.json (of several the ones named default and
     // tool_use). They have the tokens (bos_token, …) that data/declared_tokens.h names. Throws Error if there is none,
     // or if its syntax is wrong.
-    explicit ChatTemplate(const std::string& model_directory);
-    static bool exists(const std::string& model_directory);
+    explicit ChatTemplate(const ModelFiles& model);
+    static bool exists(const ModelFiles& model);
 
     // The conversation as text; now: the date that a template may write. add_generation_prompt: with the start of an
     // assistant turn. more: variables besides messages, as tools and documents. growth: also finds where each message
@@ -51,6 +51,8 @@ class ChatTemplate {
     std::vector<int32_t> end_tokens(const Tokenizer& tokenizer) const;
 
     const std::string& file() const { return path; }
+    // The program of the model's template for conversations without tools; "" if it has none.
+    static std::string program_of(const ModelFiles& model) { return read(model).text; }
 
   private:
     struct Source {
@@ -59,8 +61,8 @@ class ChatTemplate {
         jinja::Template::Variables special_tokens;
     };
     explicit ChatTemplate(Source source);
-    static Source read(const std::string& model_directory);  // without a path if there is no template
-    static Source read_existing(const std::string& model_directory);
+    static Source read(const ModelFiles& model);  // without a path if there is no template
+    static Source read_existing(const ModelFiles& model);
 
     const std::string path;
     const jinja::Template program;

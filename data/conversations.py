@@ -2,7 +2,7 @@
 which is what transformers' apply_chat_template(messages, tools=…, documents=…) gives to it."""
 import json
 
-from errors import DataError, first_line
+from errors import DataError, first_line, option
 
 # Sets of fields of a row; the first set that it has counts.
 SHAPES = (("messages",), ("conversations",), ("prompt", "response"), ("prompt", "completion"),
@@ -84,7 +84,7 @@ class Conversation:
             for name in (*OF_TEMPLATE, *RESPONSE[1:], "name"):
                 if part.get(name):
                     raise DataError(f"'{name}' of a conversation needs a chat template, which writes it; give "
-                                    "--tokenizer DIR, the directory of a chat model")
+                                    f"{option('tokenizer', 'DIR')}, the directory of a chat model")
         separator = "\n\n" if self.is_instruction else ""
         return to_json({"messages": [{**message, "content": joined(message) + separator * (message["role"] == "user")}
                                      for message in self.messages]})

@@ -19,8 +19,9 @@ struct tgd_encoder {
 
     tgd_encoder(const char* tokenizer_json, const char* model_directory, int64_t unix_time)
         : tokenizer(tokenizer_json) {
-        if (model_directory && ChatTemplate::exists(model_directory)) {
-            chat_template.emplace(model_directory);
+        const ModelFiles model = model_directory ? ModelFiles(model_directory) : ModelFiles();
+        if (ChatTemplate::exists(model)) {
+            chat_template.emplace(model);
             reads_parts = chat_template->reads_parts();
         }
         const std::time_t time = unix_time;

@@ -6,7 +6,6 @@
 
 #include "data/token_text.h"
 #include "runtime/error.h"
-#include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
 #include "runtime/text.h"
 
@@ -30,9 +29,9 @@ struct TokenFile {
     bool always_special = false;
 
     TokenFile() = default;
-    TokenFile(const std::string& directory, const char* name, bool special = false)
-        : path(join_path(directory, name)), always_special(special) {
-        if (path_exists(path)) object = read_ordered_json(path);
+    TokenFile(const ModelFiles& model, const char* name, bool special = false)
+        : path(model.shown_as(name)), always_special(special) {
+        if (model.has(name)) object = parse_ordered_json_object(model.read(name), path);
     }
 
     bool has(const char* key) const { return object.contains(key) && !object[key].is_null(); }
@@ -65,15 +64,15 @@ struct TokenFile {
 
 class DeclarationReader {
   public:
-    explicit DeclarationReader(const std::string& directory) : config(directory, "tokenizer_config.json") {
+    explicit DeclarationReader(const ModelFiles& model) : config(model, "tokenizer_config.json") {
         const bool has_decoder = config.has("added_tokens_decoder");
-        if (!has_decoder) map = TokenFile(directory, "special_tokens_map.json", true);
+        if (!has_decoder) map = TokenFile(model, "special_tokens_map.json", true);
         read_named();
         read_extra();
         if (has_decoder)
             read_decoder();
         else
-            read_added_tokens(directory);
+            read_added_tokens(model);
         std::set<std::string> contents, plain;
         for (DeclaredTokens::Token& token : named) {
             token.makes_special = !has_decoder;
@@ -179,8 +178,8 @@ class DeclarationReader {
     }
 
     // An older file: {"<pad>": 32000}.
-    void read_added_tokens(const std::string& directory) {
-        const TokenFile file(directory, "added_tokens.json");
+    void read_added_tokens(const ModelFiles& model) {
+        const TokenFile file(model, "added_tokens.json");
         std::set<std::string> special;
         for (size_t i = 0; i < named.size(); i++)
             if (is_standard_name(out.named[i].first)) special.insert(out.named[i].second);
@@ -256,6 +255,6 @@ json DeclaredTokens::complete(json added, const std::unordered_map<std::string, 
     return added;
 }
 
-DeclaredTokens read_declared_tokens(const std::string& directory) {
-    return std::move(DeclarationReader(directory).out);
+DeclaredTokens read_declared_tokens(const ModelFiles& model) {
+    return std::move(DeclarationReader(model).out);
 }

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/files/model_files.h"
+
 struct DeclaredTokens {
     struct Token {
         nlohmann::json fields;       // as in added_tokens of tokenizer.json, without an id
@@ -33,5 +35,5 @@ struct DeclaredTokens {
                             const std::string& tokenizer_json) const;
 };
 
-// Empty if the directory has none of the files. Throws Error if one is damaged.
-DeclaredTokens read_declared_tokens(const std::string& directory);
+// Empty if the model has none of the files. Throws Error if one is damaged.
+DeclaredTokens read_declared_tokens(const ModelFiles& model);

@@ -11,13 +11,25 @@ class DataError(Exception):
     """One line: what failed, the value found, the remedy."""
 
 
+# `make data` takes variables for these options, and says so in the environment.
+BY_MAKE = "MAKE_DATA_VARIABLES" in os.environ
+VARIABLES = ("text", "val-text", "ext", "name", "tokenizer", "vocab", "val")
+
+
+def option(name, value=""):
+    """An option for a message, as the user writes it: --val 0, or VAL=0 for make."""
+    if BY_MAKE and name in VARIABLES:
+        return name.upper().replace("-", "_") + (f"={value}" if value else "")
+    return f"--{name} {value}".strip() + (" of data/make_data.py" if BY_MAKE else "")
+
+
 REMEDIES = {
     errno.ENOENT: "check the path",
     errno.EACCES: "check the permissions",
     errno.EPERM: "check the permissions",
     errno.EROFS: "choose a writable directory",
-    errno.ENOSPC: "free some disk space, or give another --out",
-    errno.EDQUOT: "free some disk space, or give another --out",
+    errno.ENOSPC: f"free some disk space, or give another {option('out')}",
+    errno.EDQUOT: f"free some disk space, or give another {option('out')}",
     errno.EEXIST: "a part of the path is a file",
     errno.ENOTDIR: "a part of the path is a file",
 }

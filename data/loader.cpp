@@ -51,7 +51,8 @@ void clear(Batch& batch) {
 
 // Adds the T positions of a packed training sequence to a batch: each example is an attention sequence, and so is the
 // padding.
-void add_packed(Batch& batch, const TokenFiles& files, const Packing& packing, int64_t sequence, int64_t vocab_size) {
+void add_packed(Batch& batch, const TokenFiles& files, const ExamplePacking& packing, int64_t sequence,
+                int64_t vocab_size) {
     const auto add = [&](int64_t n) {  // an attention sequence of n positions; returns where it starts
         const size_t begin = batch.tokens.size();
         batch.tokens.resize(begin + size_t(n), 0);
@@ -95,7 +96,7 @@ void add_cut(Batch& batch, const TokenFiles& files, int64_t begin, const LoaderO
         if (!mask[t]) targets[t] = Batch::NO_TARGET;
 }
 
-int64_t loss_tokens_of(const Packing& packing, int64_t sequence) {
+int64_t loss_tokens_of(const ExamplePacking& packing, int64_t sequence) {
     int64_t count = 0;
     for (const PackedExample& example : packing.of_sequence(sequence)) count += example.loss_tokens;
     return count;
@@ -144,7 +145,7 @@ Loader::Loader(std::vector<TrainingSource> sources_, const LoaderOptions& option
     // With documents there can be as many attention sequences as tokens.
     int64_t in_sequence = o.documents ? o.T : 1;
     for (const TrainingSource& source : sources) {
-        const Packing* const packing = source.packing;
+        const ExamplePacking* const packing = source.packing;
         require(!packing || (packing->seq_len() == o.T && !o.documents), "loader: a packing of sequences of ",
                 packing ? packing->seq_len() : 0, " tokens for sequences of ", o.T);
         training_sequences.push_back(::num_training_sequences(source, o.T));
@@ -192,7 +193,7 @@ void Loader::fill(Batch& batch, int64_t micro_batch) const {
         const bool own = i / B == options.rank;
         const auto [source, sequence] = sample(uint64_t(first_sample + i));
         const TokenFiles& files = *sources[source].files;
-        if (const Packing* packing = sources[source].packing) {
+        if (const ExamplePacking* packing = sources[source].packing) {
             batch.loss_tokens += loss_tokens_of(*packing, sequence);
             if (own) add_packed(batch, files, *packing, sequence, options.vocab_size);
         } else {

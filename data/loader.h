@@ -9,7 +9,7 @@
 // Of several data sets, a Mixture (data/mixture.h) says which one sample i comes from, and that it is the j-th of that
 // one; then π(seed, j div n, j mod n) of its n sequences is the sample.
 //
-// With a Packing (data/packing.h) a training sequence holds whole examples instead, and padding at its end.
+// With a ExamplePacking (data/packing.h) a training sequence holds whole examples instead, and padding at its end.
 #pragma once
 
 #include <condition_variable>
@@ -60,9 +60,10 @@ struct LoaderOptions {
 // A data set of a run. What it points to must outlive the loader.
 struct TrainingSource {
     const TokenFiles* files;
-    const Packing* packing;  // of the files into sequences of T; null: fixed cuts
-    int64_t weight;          // of its samples among those of all sources
-    TrainingSource(const TokenFiles& f, const Packing* p = nullptr, int64_t w = 1) : files(&f), packing(p), weight(w) {}
+    const ExamplePacking* packing;  // of the files into sequences of T; null: fixed cuts
+    int64_t weight;                 // of its samples among those of all sources
+    TrainingSource(const TokenFiles& f, const ExamplePacking* p = nullptr, int64_t w = 1)
+        : files(&f), packing(p), weight(w) {}
 };
 
 // Training sequences of T tokens in a source.
@@ -123,7 +124,7 @@ struct EvalBatches {
     int32_t end_of_text;
     // Scores at most this many tokens; if packed, whole sequences with about so many, at least one. 0: all.
     int64_t limit;
-    const Packing* packing = nullptr;
+    const ExamplePacking* packing = nullptr;
     int64_t num_tokens() const;  // targets, before the mask excludes some; throws Error if there are none
     int64_t num_batches() const;
     Batch batch(int64_t b) const;

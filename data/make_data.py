@@ -35,7 +35,7 @@ from array import array
 
 import encoder as text_encoder
 from conversations import Conversation, utf8
-from errors import DataError, first_line, import_package, naming, not_empty, one_line
+from errors import BY_MAKE, DataError, first_line, import_package, naming, not_empty, one_line, option
 from process_pool import Pool
 from text_input import (ALL, Selection, digests, document_hash, documents, endings, find_files, group, package_chunks,
                         plan, plan_text, position, safe_cut, unpack)
@@ -132,7 +132,7 @@ def train_bpe(chunks, split, selection, vocab_size):
     """Trains a byte-level BPE vocabulary on the training text. Of more than BPE_TEXT bytes it reads about so many, in
     evenly spaced chunks. Returns its tokenizer.json and the bytes of chunks that it read, of how many."""
     tokenizers = import_package("tokenizers", "this tokenizer",
-                                "run `make deps` to install it, or use --tokenizer byte")
+                                f"run `make deps` to install it, or use {option('tokenizer', 'byte')}")
     chunks = [p for p in chunks if p.format != "text" or not split.is_val(p.key)]
     total = sum(chunk.size for chunk in chunks)
     step = 1 + total // BPE_TEXT
@@ -141,14 +141,15 @@ def train_bpe(chunks, split, selection, vocab_size):
     if step > 1:
         print(f"make_data: the vocabulary is learnt from a sample of {size / 1e6:.0f} of {total / 1e6:.0f} MB: one of "
               f"every {step} blocks of the input", file=sys.stderr)
-    progress = Progress("reading for the vocabulary", size)
+    progress, conversations = Progress("reading for the vocabulary", size), False
 
     def texts():
+        nonlocal conversations
         for chunk in sample:
             for key, data, _ in documents(chunk, selection):
                 if not split.is_val(key):
                     if isinstance(data, Conversation):
-                        data = utf8("".join(data.texts))
+                        data, conversations = utf8("".join(data.texts)), True
                     for begin, end in package_chunks(data):
                         yield data[begin:end].decode("utf-8", "replace")
             progress.add(chunk.size)
@@ -161,8 +162,9 @@ def train_bpe(chunks, split, selection, vocab_size):
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=progress.terminal,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
     if tokenizer.get_vocab_size() < vocab_size:
+        remedy = f"; to finetune a checkpoint give {option('tokenizer', 'DIR')}, its directory" if conversations else ""
         print(f"make_data: the text is too short for a vocabulary of {vocab_size} tokens; the vocabulary has "
-              f"{tokenizer.get_vocab_size()}", file=sys.stderr)
+              f"{tokenizer.get_vocab_size()}{remedy}", file=sys.stderr)
     return tokenizer.to_str(), {"bytes": size, "of": total}
 
 
@@ -189,7 +191,7 @@ def copy_declared_tokens(given, directory):
 def directory_tokenizer(path):
     path = tokenizer_path(path)
     if not os.path.isfile(path):
-        raise DataError(f"--tokenizer {path}: no such file; give byte, bpe, gpt2 or a directory with a tokenizer.json")
+        raise DataError(f"{option('tokenizer', path)}: no such file; give byte, bpe, gpt2 or a directory with a tokenizer.json")
     return read_text(path)
 
 
@@ -232,8 +234,8 @@ def find_duplicates(pool, chunks):
 
 
 def choose_split(pool, chunks, fraction):
-    """Chooses at least one whole document, with about `fraction` of the bytes in total. Returns None if there is only
-    one document."""
+    """Chooses at least one whole document, with about `fraction` of the bytes in total, or of the number of conversations,
+    rounded. Returns None if there is only one document."""
     sizes = collections.Counter()
     for found in pool.map(measure_task, group(chunks)):
         for value, size in found:
@@ -244,7 +246,9 @@ def choose_split(pool, chunks, fraction):
         raise DataError("the input has no text: every file or field is empty or left out; give text")
     if len(sizes) == 1:
         return None
-    target = fraction * sum(sizes.values())
+    target = fraction * sizes.total()
+    if sizes.total() == len(sizes):  # conversations
+        target = max(1, round(target))
     chosen, taken = set(), 0
     for value, size in sorted(sizes.items()):  # in the order of hashes, not of the input
         if taken + size <= 1.25 * target:
@@ -274,7 +278,8 @@ def split_single(chunks, selection, fraction, directory, left_out):
             for chunk in chunks:
                 for _, data, _ in documents(chunk, selection, left_out):
                     if isinstance(data, Conversation):
-                        raise DataError(f"{chunk.name}: a single conversation cannot be split; give more, or --val 0")
+                        raise DataError(f"{chunk.name}: a single conversation cannot be split; give more, or "
+                                        f"{option('val', '0')}")
                     f.write(data)
                     name = chunk.name
         end = os.path.getsize(path)
@@ -291,7 +296,8 @@ def split_single(chunks, selection, fraction, directory, left_out):
             newline = tail[:-1].rfind(b"\n")
             cut = begin + (newline + 1 if newline >= 0 else safe_cut(tail, len(tail) - 1))
     if not 0 < cut < end:
-        raise DataError(f"{name}: {end} bytes of text are too few for a validation split; give more, or --val 0")
+        raise DataError(f"{name}: {end} bytes of text are too few for a validation split; give more, or "
+                        f"{option('val', '0')}")
     return [*plan_text(path, "0", 0, cut, name), *plan_text(path, "1", cut, end, name)], Split(val_files=[1])
 
 
@@ -319,14 +325,16 @@ def digest_task(task):
 
 
 def measure_task(task):
-    """Returns (hash, bytes) of each document in a task, of long ones for each part."""
+    """Returns (hash, size) of each document in a task, of long ones for each part. The size of a text is its bytes, that
+    of a conversation 1."""
     found = []
     for chunk in task:
         if chunk.format == "text":
             if not text_input.reason_against_text(worker.selection, chunk):
                 found.append((document_hash(chunk.key), chunk.size))
         else:
-            found += [(document_hash(key), len(data)) for key, data, _ in documents(chunk, worker.selection)]
+            found += [(document_hash(key), 1 if isinstance(data, Conversation) else len(data))
+                      for key, data, _ in documents(chunk, worker.selection)]
     return found
 
 
@@ -628,8 +636,8 @@ def make(options, directory):
     val_files = find_files(options.val_text, options.ext, left_out) if options.val_text else []
     both = {os.path.realpath(f) for f in files} & {os.path.realpath(f) for f in val_files}
     if both:
-        raise DataError(f"{sorted(both)[0]}: given as --text and as --val-text; training and validation text must not "
-                        "overlap")
+        raise DataError(f"{sorted(both)[0]}: given as {option('text')} and as {option('val-text')}; training and "
+                        "validation text must not overlap")
     work = Work(directory, fingerprint_of(options, files + val_files))
     copies = unpack(files + val_files, os.path.join(directory, "input"), options.jobs)
     if copies:
@@ -673,15 +681,16 @@ def make(options, directory):
     totals = encode(chunks, jobs, (selection, split, *arguments), writers, work)
     totals.left_out.update(left_out)
     if writers[0].tokens == 0:
-        raise DataError("no text is left for training; give more documents or a smaller --val")
+        raise DataError(f"no text is left for training; give more documents or a smaller {option('val')}")
     if writers[1].tokens == 0 and (val_files or options.val > 0):
         raise DataError("no validation text; "
-                        + ("every file of --val-text is empty or left out" if val_files else "give a larger --val"))
+                        + (f"every file of {option('val-text')} is empty or left out" if val_files else
+                           f"give a larger {option('val')}"))
 
     for side, writer in zip(SIDES, writers):
         if writer.tokens and not writer.loss_tokens and "conversations" in totals.found:
             raise DataError(f"no loss tokens for {side}: the chat template writes nothing of the responses; use another "
-                            "template, or --no-chat-template")
+                            f"template, or {option('no-chat-template')}")
 
     meta = {"name": options.name, "tokenizer": options.tokenizer, "vocab_size": encoder.vocab_size,
             "end_of_text": encoder.end_of_text}
@@ -720,7 +729,7 @@ class Interrupted(Exception):
 def make_whole(options, target):
     """Runs make() in a temporary directory that then replaces target, so target is either complete or unchanged."""
     if os.path.exists(target) and not os.path.exists(os.path.join(target, "meta.json")):
-        raise DataError(f"{target}: exists and is not a data set of make_data; choose another --name or move it")
+        raise DataError(f"{target}: exists and is not a data set of make_data; choose another {option('name')} or move it")
     parent = os.path.dirname(os.path.abspath(target))
     os.makedirs(parent, exist_ok=True)
     temporary = os.path.join(parent, f".{os.path.basename(os.path.abspath(target))}.tmp")
@@ -734,7 +743,8 @@ def make_whole(options, target):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process that dies loses it
     except BlockingIOError:
         os.close(lock)
-        raise DataError(f"{target}: another make_data writes it; wait for it, or choose another --name") from None
+        raise DataError(f"{target}: another make_data writes it; wait for it, or choose another "
+                        f"{option('name')}") from None
     keep = False
     try:
         meta = make(options, temporary)
@@ -767,9 +777,17 @@ def summary(meta, target):
     return "\n".join(lines)
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        if BY_MAKE:
+            message = re.sub(r"argument --([\w-]+)", lambda found: option(found[1]), message)
+            self.exit(2, f"make_data: {message}\n")
+        super().error(message)
+
+
 def parse(arguments):
-    parser = argparse.ArgumentParser(prog="make_data.py",
-                                     description="Tokenizes text into token files for train_gpt (docs/use/data.md).")
+    parser = Parser(prog="make_data.py",
+                    description="Tokenizes text into token files for train_gpt (docs/use/data.md).")
 
     def fraction(text):
         value = float(text)
@@ -816,7 +834,7 @@ def parse(arguments):
     parser.add_argument("--vocab", type=count(257, MAX_VOCAB), default=4096,
                         help="size of the bpe vocabulary (default 4096)")
     parser.add_argument("--val", type=fraction, default=0.05,
-                        help="fraction of the text to use for validation (default 0.05)")
+                        help="fraction of the text, or of the conversations, to use for validation (default 0.05)")
     parser.add_argument("--val-text", nargs="+", type=not_empty, metavar="PATH",
                         help="validation text instead of a part of --text")
     parser.add_argument("--no-chat-template", dest="chat_template", action="store_false",
@@ -859,7 +877,7 @@ def main(arguments=None):
     print(utf8(summary(meta, os.path.relpath(target))).decode())
     if meta["lost_bytes"]:
         print(f"make_data: {meta['lost_bytes']} bytes of the text are not in the tokenizer's vocabulary: models do not "
-              "see them (--tokenizer byte has every byte)", file=sys.stderr)
+              f"see them ({option('tokenizer', 'byte')} has every byte)", file=sys.stderr)
     return 0
 
 

@@ -5,7 +5,7 @@
 #include <map>
 #include <numeric>
 
-Packing::Packing(const TokenFiles& files, int64_t T_, bool skip_too_long) : T(T_) {
+ExamplePacking::ExamplePacking(const TokenFiles& files, int64_t T_, bool skip_too_long) : T(T_) {
     require(T > 0 && T < std::numeric_limits<int32_t>::max(), "packing: sequences of ", T, " tokens are out of range");
     require(files.has_examples(), files.pattern(), ": does not say where examples start; make it from conversations");
     find_examples(files);
@@ -19,7 +19,7 @@ Packing::Packing(const TokenFiles& files, int64_t T_, bool skip_too_long) : T(T_
 }
 
 // Reads the flags of all tokens. An example ends where the next one starts.
-void Packing::find_examples(const TokenFiles& files) {
+void ExamplePacking::find_examples(const TokenFiles& files) {
     std::vector<uint8_t> flags(1 << 16);
     int64_t begin = -1, loss_tokens = 0;
     const auto finish = [&](int64_t end) {
@@ -47,7 +47,7 @@ void Packing::find_examples(const TokenFiles& files) {
     finish(files.size());
 }
 
-void Packing::pack() {
+void ExamplePacking::pack() {
     std::stable_sort(examples.begin(), examples.end(),
                      [](const PackedExample& a, const PackedExample& b) { return a.tokens > b.tokens; });
     std::vector<int64_t> sequence_of(examples.size()), counts;

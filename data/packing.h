@@ -17,11 +17,11 @@ struct PackedExample {
     int32_t loss_tokens;  // targets with a loss
 };
 
-class Packing {
+class ExamplePacking {
   public:
     // Reads where examples start; T: positions of a training sequence. skip_too_long: leave out examples of more than
     // T + 1 tokens. Throws Error if there are such examples and they may not be left out, or if no example is left.
-    Packing(const TokenFiles& files, int64_t T, bool skip_too_long);
+    ExamplePacking(const TokenFiles& files, int64_t T, bool skip_too_long);
 
     int64_t seq_len() const { return T; }
     int64_t num_sequences() const { return int64_t(starts.size()) - 1; }

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 
-from errors import DataError
+from errors import DataError, option
 
 
 class Pool:
@@ -33,7 +33,7 @@ class Pool:
             while pending:
                 yield pending.popleft().result()
         except concurrent.futures.process.BrokenProcessPool:
-            raise DataError("a worker process died, probably for lack of memory; lower --jobs "
+            raise DataError(f"a worker process died, probably for lack of memory; lower {option('jobs')} "
                             "(1 needs the least)") from None
         finally:
             executor.shutdown(cancel_futures=True)

@@ -355,6 +355,37 @@ class ByteTokens(DataTest):
         self.make("--text", path, "--tokenizer", "byte")  # again: replaces the data set
         self.assertEqual(self.contents(), first)
 
+    def test_split_is_a_share_of_conversations(self):
+        """Whatever file they are in, and however long one of them is."""
+        for count, fraction, expected in ((20, "0.2", 4), (20, "0.05", 1), (20, "0.01", 1), (30, "0.05", 2), (17, "0.1", 2)):
+            for longest in 1, 5000:
+                rows = [{"prompt": f"{i}", "response": "long " * longest if i == 7 else "short"} for i in range(count)]
+                for name, text in (("a.jsonl", "\n".join(map(json.dumps, rows))), ("a.json", json.dumps(rows))):
+                    with self.subTest(count=count, fraction=fraction, longest=longest, name=name):
+                        meta = self.make("--text", self.write(name, text.encode()), "--tokenizer", "byte", "--val", fraction)
+                        documents = meta["train"]["documents"], meta["val"]["documents"]
+                        self.assertEqual(documents, (count - expected, expected))
+
+    def test_messages_for_make_name_its_variables(self):
+        text = self.write("a.txt", b"a" * 1000)
+        tools = self.write("tools.jsonl", b'{"prompt": "a", "response": "b", "tools": [{}]}\n' * 2)
+        for arguments, by_option, by_make in (
+                (["--text", "none"], "check --text and --val-text", "check TEXT and VAL_TEXT"),
+                (["--text", "/dev/null"], "files by --ext .c,.h", "files by EXT=.c,.h"),
+                (["--text", text, "--val", "2"], "argument --val: must be", "make_data: VAL: must be 0 or more and less than 1"),
+                (["--text", text, "--tokenizer", "none"], "--tokenizer none: no such file", "TOKENIZER=none: no such file"),
+                (["--text", text, "--val-text", text], "given as --text and as --val-text", "given as TEXT and as VAL_TEXT"),
+                (["--text", tools], "give --tokenizer DIR", "give TOKENIZER=DIR")):
+            for expected, variables in (by_option, {}), (by_make, {"MAKE_DATA_VARIABLES": "yes"}):
+                with self.subTest(expected):
+                    done = subprocess.run([sys.executable, os.path.join(HERE, "make_data.py"), "--tokenizer", "byte",
+                                           "--out", self.out, *arguments], env={**os.environ, **variables},
+                                          capture_output=True, text=True)
+                    self.assertIn(expected, done.stderr)
+                    self.assertEqual(done.stderr.count("\n") == 1, "usage" not in done.stderr, done.stderr)
+                    if variables:
+                        self.assertNotIn(" --", done.stderr)
+
     def test_split_by_hash_alone(self):
         texts = [f"document {i}" for i in range(2000)]
         path = self.write_jsonl("a.jsonl", texts)
@@ -693,6 +724,15 @@ class OtherTokenizers(DataTest):
         tokenizer = tokenizers.Tokenizer.from_file(os.path.join(self.out, "tokenizer.json"))
         tokenizer.encode_special_tokens = True
         return tokenizer
+
+    def test_few_conversations_want_the_models_own_tokenizer(self):
+        for name, row, own in (("a.jsonl", {"text": self.TEXT}, False),
+                               ("b.jsonl", {"prompt": "Who?", "response": "Mara."}, True)):
+            path = self.write(name, (json.dumps(row) + "\n").encode() * 3)
+            status, err = self.run_main("--text", path, "--vocab", "20000")
+            self.assertEqual(status, 0, err)
+            self.assertIn("the text is too short for a vocabulary of 20000 tokens; the vocabulary has ", err)
+            self.assertEqual("; to finetune a checkpoint give --tokenizer DIR, its directory\n" in err, own, err)
 
     def test_bpe_round_trip(self):
         path = self.write("a.txt", self.TEXT.encode())

@@ -18,7 +18,7 @@ import tarfile
 import zlib
 
 from conversations import Conversation, fields_of, shape_of, string_of, utf8
-from errors import DataError, first_line, import_package, naming
+from errors import DataError, first_line, import_package, naming, option
 from process_pool import Pool
 
 TEXT_ENDINGS = (".txt", ".md")
@@ -104,10 +104,10 @@ def find_files(paths, text_endings=(), left_out=None):
                 if others:
                     left_out[OTHER_JSON] += len(others)
         elif not os.path.exists(path):
-            raise DataError(f"{path}: no such file or directory; check --text and --val-text")
+            raise DataError(f"{path}: no such file or directory; check {option('text')} and {option('val-text')}")
         elif not path.lower().endswith(known):
             raise DataError(f"{path}: unknown file format; give {', '.join(known)} files or directories of them, or "
-                            "name the endings of other text files by --ext")
+                            f"name the endings of other text files by {option('ext', '.c,.h')}")
         else:
             found.append(path)
     for path in found:
@@ -117,7 +117,7 @@ def find_files(paths, text_endings=(), left_out=None):
                         "rows with the fields of a text or a conversation (docs/use/data.md)")
     if not found:
         raise DataError(f"{', '.join(paths)}: no {', '.join(known)} files found; give a path that has some, or name "
-                        "the endings of other text files by --ext")
+                        f"the endings of other text files by {option('ext', '.c,.h')}")
     twice = [path for path, n in collections.Counter(map(os.path.realpath, found)).items() if n > 1]
     if twice:
         raise DataError(f"{twice[0]}: given twice; give it once")

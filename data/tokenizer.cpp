@@ -28,6 +28,8 @@ using nlohmann::json;
 // The largest number of unused ids below the largest id: ids index tables in memory. Real vocabularies have few gaps.
 constexpr int64_t MAX_GAPS = 100000;
 
+constexpr const char* FILE_NAME = "tokenizer.json";  // of a model
+
 // GPT-2's regular expression for splitting text into words before merging (Radford et al. 2019, as published).
 constexpr const char* GPT2_WORDS = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
@@ -114,30 +116,25 @@ struct Tokenizer::Impl {
     bool cuts = false;                  // split text between characters that are not in joints
     Joints joints;
 
-    Impl(const std::string& path, const std::string& shown_as) : file(shown_as) {
+    // beside: the model whose tokenizer.json the text is.
+    Impl(const std::string& text, std::string shown_as, const ModelFiles& beside) : file(std::move(shown_as)) {
         byte_id.fill(-1);
-        const std::string text = read_file(path, int64_t(1) << 30);
         const std::string fault = json_fault(text);
         require(fault.empty(), file, ": not a valid tokenizer.json: ", fault, "; the file is damaged");
-        const std::string directory = model_directory(path);
         try {
-            read(json::parse(text), declared_in(directory));
+            read(json::parse(text), read_declared_tokens(beside));
         } catch (const json::exception& e) {
             const std::string text_of_library = e.what(), what = text_of_library.substr(text_of_library.find("] ") + 2);
             throw Error(str(file, ": not a valid tokenizer.json: ", what));  // without its "[json.exception.…] "
         }
-        if (!directory.empty())
-            check_tokenizer_settings(directory, {!start_of_text.empty(), add_prefix_space, !sentencepiece});
+        check_tokenizer_settings(beside, {!start_of_text.empty(), add_prefix_space, !sentencepiece});
     }
 
-    // The directory of a tokenizer.json. "" for a file of another name: it has nothing to do with the files beside it.
-    static std::string model_directory(const std::string& path) {
+    // The model that a tokenizer.json belongs to. A file of another name has nothing to do with the files beside it.
+    static ModelFiles model_of(const std::string& path) {
         const size_t slash = path.rfind('/');
-        if (path.substr(slash + 1) != "tokenizer.json") return "";
+        if (path.substr(slash + 1) != FILE_NAME) return {};
         return slash == std::string::npos ? "." : path.substr(0, slash + 1);
-    }
-    static DeclaredTokens declared_in(const std::string& directory) {
-        return directory.empty() ? DeclaredTokens() : read_declared_tokens(directory);
     }
 
     template <typename... Parts>
@@ -674,17 +671,27 @@ class Tokenizer::Impl::Encoder {
 };
 
 Tokenizer::Tokenizer(const std::string& tokenizer_json, const std::string& shown_as)
-    : impl(std::make_unique<Impl>(tokenizer_json, shown_as.empty() ? tokenizer_json : shown_as)) {}
+    : impl(std::make_unique<Impl>(read_file(tokenizer_json, int64_t(1) << 30),
+                                  shown_as.empty() ? tokenizer_json : shown_as, Impl::model_of(tokenizer_json))) {}
+Tokenizer::Tokenizer(const ModelFiles& model)
+    : impl(std::make_unique<Impl>(model.read(FILE_NAME), model.shown_as(FILE_NAME), model)) {}
 Tokenizer::~Tokenizer() = default;
 Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 
-bool Tokenizer::same(const std::string& tokenizer_json, const std::string& other) {
-    if (read_file(tokenizer_json) != read_file(other)) return false;
-    const auto declares = [](const std::string& path) {
-        return !Impl::declared_in(Impl::model_directory(path)).tokens.empty();
-    };
-    if (!declares(tokenizer_json) && !declares(other)) return true;
-    return Tokenizer(tokenizer_json).impl->added == Tokenizer(other).impl->added;
+bool Tokenizer::exists(const ModelFiles& model) {
+    return model.has(FILE_NAME);
+}
+
+bool Tokenizer::same(const ModelFiles& model, const std::string& other) {
+    if (model.read(FILE_NAME) != read_file(other)) return false;
+    const auto declares = [](const ModelFiles& files) { return !read_declared_tokens(files).tokens.empty(); };
+    if (!declares(model) && !declares(Impl::model_of(other))) return true;
+    return Tokenizer(model).impl->added == Tokenizer(other).impl->added;
+}
+
+bool Tokenizer::has_tokens_of(const Tokenizer& other) const {
+    const Impl &a = *impl, &b = *other.impl;
+    return a.bytes == b.bytes && a.known == b.known && a.special_ids == b.special_ids;
 }
 
 std::vector<int32_t> Tokenizer::encode(std::string_view text, bool allow_special) const {

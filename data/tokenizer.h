@@ -21,15 +21,21 @@
 #include <vector>
 
 #include "data/utf8.h"
+#include "runtime/files/model_files.h"
 
 class Tokenizer {
   public:
     // Of a file named tokenizer.json the tokens that files beside it declare (data/declared_tokens.h) are added.
     // shown_as: the name in errors if the file is temporary.
     explicit Tokenizer(const std::string& tokenizer_json, const std::string& shown_as = "");
+    // The tokenizer of a model, with the tokens that its other files declare.
+    explicit Tokenizer(const ModelFiles& model);
+    static bool exists(const ModelFiles& model);
     ~Tokenizer();
-    // Whether two files, with what is declared beside them, are the same tokenizer.
-    static bool same(const std::string& tokenizer_json, const std::string& other);
+    // Whether a model's tokenizer and another tokenizer.json, with what is declared beside them, are the same.
+    static bool same(const ModelFiles& model, const std::string& other);
+    // Whether each id stands for the same bytes and is as special as in another tokenizer.
+    bool has_tokens_of(const Tokenizer& other) const;
     Tokenizer(Tokenizer&&) noexcept;
 
     // Special tokens written out in the text ("<|endoftext|>") become their ids only if allow_special.

@@ -4,12 +4,12 @@
 #include <cmath>
 #include <cstring>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <unordered_map>
 #include <vector>
 
 #include "data/bpe.h"
 #include "data/token_text.h"
+#include "data/tokenizer_json.h"
 #include "data/utf8.h"
 #include "runtime/error.h"
 #include "runtime/files/files.h"
@@ -58,43 +58,8 @@ struct Vocabulary {
                 "; the file is damaged");
         tokens.push_back(token);
     }
-    json object() const {
-        json vocab = json::object();
-        for (size_t id = 0; id < tokens.size(); id++) vocab[tokens[id]] = id;
-        return vocab;
-    }
+    TokenTexts texts() const { return {tokens.begin(), tokens.end()}; }
 };
-
-json special_token(int32_t id, const std::string& content) {
-    return {{"id", id},        {"content", content},  {"single_word", false}, {"lstrip", false},
-            {"rstrip", false}, {"normalized", false}, {"special", true}};
-}
-
-json bpe_model(const Vocabulary& vocabulary, const json& merges, const json& unknown, bool byte_fallback) {
-    return {{"type", "BPE"},
-            {"dropout", nullptr},
-            {"unk_token", unknown},
-            {"continuing_subword_prefix", nullptr},
-            {"end_of_word_suffix", nullptr},
-            {"fuse_unk", unknown != nullptr},
-            {"byte_fallback", byte_fallback},
-            {"ignore_merges", false},
-            {"vocab", vocabulary.object()},
-            {"merges", merges}};
-}
-
-json tokenizer_json(const json& added, const json& normalizer, const json& pre_tokenizer, const json& post_processor,
-                    const json& decoder, const json& model) {
-    return {{"version", "1.0"},
-            {"truncation", nullptr},
-            {"padding", nullptr},
-            {"added_tokens", added},
-            {"normalizer", normalizer},
-            {"pre_tokenizer", pre_tokenizer},
-            {"post_processor", post_processor},
-            {"decoder", decoder},
-            {"model", model}};
-}
 
 // llm.c's gpt2_tokenizer.bin.
 json import_llmc(Reader& file) {
@@ -139,35 +104,14 @@ json import_llmc(Reader& file) {
         table.add({parts[0], parts[1]}, {uint32_t(id), id});
         merges.push_back({vocabulary.tokens[size_t(parts[0])], vocabulary.tokens[size_t(parts[1])]});
     }
-    const json byte_level = {
-        {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", true}};
-    return tokenizer_json(json::array({special_token(end_of_text, END_OF_TEXT)}), nullptr, byte_level, nullptr,
-                          byte_level, bpe_model(vocabulary, merges, nullptr, false));
+    return byte_level_tokenizer(vocabulary.texts(), std::move(merges),
+                                json::array({added_token(end_of_text, END_OF_TEXT)}), "gpt2", {});
 }
 
 // Converts a token from llama2.c's notation to SentencePiece's.
 std::string piece_of(std::string_view text) {
     if (text == "\n<s>\n" || text == "\n</s>\n") return std::string(text.substr(1, text.size() - 2));
     return replace_all(text, " ", SPACE_MARK);
-}
-
-// All pairs of tokens whose concatenation is a token, in the order of that token's score, best first.
-json merges_by_score(const Vocabulary& vocabulary, const std::vector<float>& scores) {
-    std::vector<int32_t> order(vocabulary.tokens.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int32_t a, int32_t b) { return scores[size_t(a)] > scores[size_t(b)]; });
-    json merges = json::array();
-    for (const int32_t id : order) {
-        const std::string& token = vocabulary.tokens[size_t(id)];
-        if (fallback_byte(token) >= 0) continue;
-        for (size_t cut = token.size() - 1; cut > 0; cut--) {
-            if ((uint8_t(token[cut]) & 0xC0) == 0x80) continue;  // inside a character
-            const std::string left = token.substr(0, cut), right = token.substr(cut);
-            if (vocabulary.ids.count(left) && vocabulary.ids.count(right)) merges.push_back({left, right});
-        }
-    }
-    return merges;
 }
 
 // llama2.c's tokenizer.bin.
@@ -199,33 +143,9 @@ json import_llama2c(Reader& file) {
         return found == vocabulary.ids.end() ? -1 : found->second;
     };
     for (const char* token : {"<unk>", "<s>", "</s>"})
-        if (id_of(token) >= 0) added.push_back(special_token(id_of(token), token));
-    int bytes = 0;
-    for (const std::string& token : vocabulary.tokens) bytes += fallback_byte(token) >= 0;
-    const bool byte_fallback = bytes == 256;
-
-    json decoders = json::array({{{"type", "Replace"}, {"pattern", {{"String", SPACE_MARK}}}, {"content", " "}}});
-    if (byte_fallback) decoders.push_back({{"type", "ByteFallback"}});
-    decoders.push_back({{"type", "Fuse"}});
-    decoders.push_back({{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}});
-    const json prepend = {{"type", "Prepend"}, {"prepend", SPACE_MARK}},
-               mark = {{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", SPACE_MARK}};
-    json processor = nullptr;
-    if (const int32_t start = id_of("<s>"); start >= 0) {
-        const json s = {{"SpecialToken", {{"id", "<s>"}, {"type_id", 0}}}},
-                   a = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}}, b = {{"Sequence", {{"id", "B"}, {"type_id", 1}}}};
-        json ids = json::array(), names = json::array();
-        ids.push_back(start);
-        names.push_back("<s>");
-        processor = {{"type", "TemplateProcessing"},
-                     {"single", {s, a}},
-                     {"pair", {s, a, b}},
-                     {"special_tokens", {{"<s>", {{"id", "<s>"}, {"ids", ids}, {"tokens", names}}}}}};
-    }
-    const json unknown = id_of("<unk>") >= 0 ? json("<unk>") : json(nullptr);
-    return tokenizer_json(added, {{"type", "Sequence"}, {"normalizers", {prepend, mark}}}, nullptr, processor,
-                          {{"type", "Sequence"}, {"decoders", decoders}},
-                          bpe_model(vocabulary, merges_by_score(vocabulary, scores), unknown, byte_fallback));
+        if (id_of(token) >= 0) added.push_back(added_token(id_of(token), token));
+    const std::string unknown = id_of("<unk>") >= 0 ? "<unk>" : "";
+    return sentencepiece_tokenizer(vocabulary.texts(), scores, added, unknown, true, {id_of("<s>"), "<s>"});
 }
 
 bool has_llmc_magic(std::string_view content) {

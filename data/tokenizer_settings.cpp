@@ -1,13 +1,13 @@
 #include "data/tokenizer_settings.h"
 
 #include "runtime/error.h"
-#include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
 
-void check_tokenizer_settings(const std::string& directory, const TextStart& start) {
-    const std::string path = join_path(directory, "tokenizer_config.json");
-    if (!path_exists(path)) return;
-    const JsonKeys keys = {path, read_json(path)};
+void check_tokenizer_settings(const ModelFiles& model, const TextStart& start) {
+    constexpr const char* NAME = "tokenizer_config.json";
+    if (!model.has(NAME)) return;
+    const std::string path = model.shown_as(NAME);
+    const JsonKeys keys = {path, parse_json_object(model.read(NAME), path)};
     const auto demand = [&](const char* key, bool supported, const char* remedy) {
         if (!keys.has(key) || keys.object[key].is_null() || keys.boolean(key) == supported) return;
         throw Error(str(path, ": key '", key, "' is ", supported ? "false" : "true", "; ", remedy));

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "kernels/embedding.h"
+#include "kernels/generation/linear.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/norm.h"
 #include "kernels/qk_norm_all_heads.h"
@@ -318,6 +319,15 @@ int64_t largest_linear(const ModelConfig& c, Size size) {
     return largest;
 }
 
+// The scratch of packed linear layers and the head, on this program's device.
+int64_t packed_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
+    const int64_t rows = std::min(shape.B * shape.T, PackedWeights::ROWS),
+                  head_rows = std::min(rows, head_chunk(c, shape));
+    const int64_t layers =
+        largest_linear(c, [&](LinearSizes s) { return linear_scratch(rows, s.inputs, s.outputs, shape.dtype, true); });
+    return std::max(layers, linear_scratch(head_rows, c.channels, c.padded_vocab(), shape.dtype, true));
+}
+
 // The scratch of the forward pass, and of fp8 matmuls in both passes.
 int64_t forward_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
     const int64_t N = shape.B * shape.T;
@@ -328,6 +338,7 @@ int64_t forward_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
     });
     return std::max(
         {attention_forward_scratch(shape.target), shape.fp8.on ? fp8 : 0,
+         shape.packing ? packed_scratch_bytes(c, shape) : 0,
          c.has_linear_attention() ? linear_attention_forward_scratch(linear_sizes(c, shape), shape.target) : 0});
 }
 

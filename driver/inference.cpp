@@ -7,6 +7,7 @@
 #include "runtime/device/convert_dtype.h"
 #include "runtime/files/checkpoint_directory.h"
 #include "runtime/model/initialise.h"
+#include "runtime/model/packed_params.h"
 
 namespace {
 
@@ -25,20 +26,37 @@ EngineOptions with_adapters(EngineOptions options, const std::vector<LoraAdapter
     return options;
 }
 
+void load_inference_weights(const ModelSource& source, const Model& model) {
+    if (model.packed) {
+        std::cerr << model.packed->note(model.table);
+        std::cerr << model.packed->load(source, model.table);
+    }
+    if (model.nf4) model.nf4->load(open_weight_source(source, model.table), model.table);
+    std::cerr << load_weights(source, model.table, model.arenas);
+}
+
 }  // namespace
 
+Precision inference_precision(DType dtype, std::optional<Packing> packing) {
+    Precision precision{dtype};
+    precision.packing = packing;
+    return precision;
+}
+
 LoadedModel::LoadedModel(const Context& ctx, const ModelSource& from, const RunShape& shape)
-    : source(from), model(source.config, {}, {shape.dtype}), acts(source.config, shape) {
+    : source(from),
+      model(source.config, {}, inference_precision(shape.dtype, shape.packing)),
+      acts(source.config, shape) {
     require(!source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
     memory_plan(model, acts).check([](int64_t) { return SMALLER_INFERENCE; });
     model.allocate(ctx);
-    std::cerr << load_weights(source, model.table, model.arenas);
+    load_inference_weights(source, model);
     acts.allocate(ctx);
 }
 
 LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options,
                            bool random_weights, const std::vector<std::string>& adapter_names)
-    : model(source.config, {}, {options.dtype}),
+    : model(inference_model(source.config, options.dtype, options.packing, options.nf4)),
       adapters(read_adapters(source, model.table, adapter_names)),
       bank(bank_for(model, with_adapters(options, adapters))),
       engine(source.config, with_adapters(options, adapters), ctx.stream) {
@@ -48,10 +66,13 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
     if (bank) bank->allocate(ctx.stream);
     for (size_t i = 0; i < adapters.size(); i++) bank->store(int64_t(i), adapters[i], ctx.stream);
     adapters.clear();
-    if (random_weights)
+    if (random_weights) {
         initialise_weights(model.table, model.arenas, options.sampling.seed, ctx.stream);
-    else
-        std::cerr << load_weights(source, model.table, model.arenas);
+        if (model.packed) model.packed->randomise(model.table, options.sampling.seed);
+        require(!model.nf4, "--random-weights: NF4 is for weights from files; leave out --weights nf4");
+    } else {
+        load_inference_weights(source, model);
+    }
     load_matmul_cache(ctx.stream);
     InferenceWeights weights = inference_weights(model);
     if (bank) weights.adapters = bank->blocks();
@@ -61,13 +82,45 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
         std::cerr << "decode steps run kernel by kernel: the fused decode step does not support " << option << "\n";
 }
 
+Model inference_model(const ModelConfig& config, DType dtype, std::optional<Packing> packing, bool nf4) {
+    LoraOptions base;  // without adapters
+    base.nf4 = nf4;
+    return {config, {}, inference_precision(dtype, packing), OptimizerType::AdamW, {}, base};
+}
+
+void take_weights(EngineOptions& o, const ModelSource& source, const std::string& weights) {
+    o.nf4 = weights == NF4_NAME;
+    if (o.nf4 && source.packing) refuse_packed(source, "--weights " + weights);
+    if (!o.nf4) o.packing = generation_packing(source, weights, o.dtype);
+}
+
+std::optional<Packing> packing_of(const ModelSource& source, const std::string& weights) {
+    if (weights == "model") return source.packing;
+    const Packing packing = enum_of<Packing>(PACKING_NAMES, weights);
+    if (source.packing && *source.packing != packing) refuse_packed(source, "--weights " + weights);
+    return packing;
+}
+
+std::optional<Packing> generation_packing(const ModelSource& source, const std::string& weights, DType dtype) {
+    const std::optional<Packing> packing = packing_of(source, weights);
+    const bool floats = !packing && !source.directory.empty() && source.adapter.empty();
+    if (!floats || backend_device() != Device::CPU || dtype != DType::F32) return packing;
+    const ParamTable table = parameter_table(source.config, 1);
+    const WeightSource stored = open_weight_source(source, table);
+    for (const Param& p : table.params)
+        for (const SourceTensor& tensor : p.sources)
+            if (packs(p, Packing::Bf16) && stored.dtype(p, tensor) != DType::BF16) return {};
+    return Packing::Bf16;
+}
+
 InferenceWeights inference_weights(const Model& model) {
     const auto norm = [&](Role role) { return NormWeights{model.weight(role), model.weight(bias_of(role))}; };
     InferenceWeights w{.wte = model.weight(WTE),
                        .wpe = model.weight(WPE),
+                       .packed_wte = linear_weights(model, WTE).packed,
                        .blocks = {},
                        .normf = norm(NORMF_W),
-                       .head = {model.weight(model.head()), model.weight(HEAD_B)},
+                       .head = linear_weights(model, model.head()),
                        .embedding_norm = norm(EMBEDNORM_W),
                        .adapters = {}};
     for (int64_t l = 0; l < model.config.layers; l++) w.blocks.push_back(block_weights(model, l));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,20 @@ struct LoadedEngine {
     LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options, bool random_weights,
                  const std::vector<std::string>& adapter_names = {});
 };
+
+// What --weights means for a model: how its matrices are packed, or nothing: they stay in the model's dtype. "model":
+// as its directory holds them. Throws Error where the directory's weights are packed in another way.
+std::optional<Packing> packing_of(const ModelSource& source, const std::string& weights);
+
+// The same for an engine. On the CPU, which computes in fp32, the matrices of a directory in bf16 stay in bf16: they
+// are converted in registers, and the results have the same bits. An adapter would be rounded, so with one they do not.
+std::optional<Packing> generation_packing(const ModelSource& source, const std::string& weights, DType dtype);
+
+Precision inference_precision(DType dtype, std::optional<Packing> packing);
+// Sets what --weights means for generation.
+void take_weights(EngineOptions& options, const ModelSource& source, const std::string& weights);
+// A model for inference; nf4: the blocks' linear layers in NF4.
+Model inference_model(const ModelConfig& config, DType dtype, std::optional<Packing> packing, bool nf4 = false);
 
 // The weights as infer/ takes them.
 InferenceWeights inference_weights(const Model& model);

@@ -1,5 +1,6 @@
 #include "driver/linear_layer.h"
 
+#include "kernels/generation/linear.h"
 #include "kernels/matmul.h"
 #include "kernels/nf4.h"
 
@@ -67,6 +68,16 @@ Tensor linear_weight(const Block& b, Role role) {
     return nf4_dequantise(b.p.acts.base_weight, *w.nf4, b.p.stream());
 }
 
+// In chunks, which the scratch is planned for.
+void packed_forward(const Pass& p, Tensor out, Tensor inp, const LinearWeights& weights, Tensor add) {
+    for (int64_t begin = 0; begin < inp.shape[0]; begin += PackedWeights::ROWS) {
+        const int64_t end = std::min(begin + PackedWeights::ROWS, inp.shape[0]);
+        const Tensor residual = add ? add.rows(begin, end) : Tensor{};
+        linear({out.rows(begin, end), Activation::None, residual}, inp.rows(begin, end), {}, weights,
+               p.acts.forward_scratch, false, p.stream());
+    }
+}
+
 void quantise_input(const Block& b, Role role, bool rows, Tensor columns, const Fp8Producer& produce) {
     const Range range(b.p.ctx.profiler, "quantise");
     const Activations& acts = b.p.acts;
@@ -82,6 +93,7 @@ void quantise_input(const Block& b, Role role, Tensor inp, bool rows, Tensor col
 void linear_forward(const Block& b, Role role, Tensor out, Tensor inp, Tensor columns, Tensor add) {
     const Range range(b.p.ctx.profiler, linear_name(role));
     const Stream stream = b.p.stream();
+    if (weights_of(b, role).packed) return packed_forward(b.p, out, inp, weights_of(b, role), add);
     const Tensor weight = linear_weight(b, role), bias = weights_of(b, role).bias;
     if (!b.fp8()) {
         // Adapters that cover all of out write it first, and the matmul with the weight adds to it: the read of out

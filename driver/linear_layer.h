@@ -3,6 +3,7 @@
 //
 //   LoRA   out += s·B·A·inp for each adapter. Only A and B have gradients; the weight is frozen (models/lora.h).
 //   QLoRA  the weight comes out of NF4 at each use (driver/nf4_base.h).
+//   packed for inference: kernels/generation/linear.h, as when it generates.
 //   fp8    inp, weight and the gradient of out are quantised (driver/fp8_state.h). The two gradients' matmuls read them
 //          transposed, because cuBLASLt multiplies fp8 codes only along their rows.
 //
@@ -34,6 +35,9 @@ void weight_backward(const Block& b, Role role, Tensor dout, Tensor inp, Tensor 
 // The gradient of the layer's bias; null if it has none. Also null for proj and fcproj: the backward pass of the next
 // norm computes their bias gradients (NormGradients::dbias_before).
 Tensor bias_gradient(const Block& b, Role role);
+
+// out = inp·weightᵀ + bias + add with a packed weight (driver/packed_weights.h); add may be null.
+void packed_forward(const Pass& p, Tensor out, Tensor inp, const LinearWeights& weights, Tensor add = {});
 
 // Writes an operand in fp8; it may be called twice, the first time to measure (Fp8State::quantise).
 using Fp8Producer = std::function<void(const Fp8Output&)>;

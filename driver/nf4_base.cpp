@@ -34,7 +34,7 @@ Nf4Base::Nf4Base(const ParamTable& table) {
     for (const Param& p : table.params) {
         if (!quantises(p)) continue;
         require(p.cols % NF4_BLOCK == 0, p.name, ": has ", p.cols, " inputs; NF4 needs a multiple of ", NF4_BLOCK,
-                "; leave out --qlora");
+                "; leave out --qlora or --weights nf4");
         Nf4Matrix& matrix = matrices[p.index];
         matrix.rows = p.rows;
         matrix.cols = p.cols;
@@ -59,6 +59,12 @@ void Nf4Base::allocate() {
                             memory.at(at + layout.mean, DType::F32, {1})};
             at += layout.bytes;
         }
+}
+
+void Nf4Base::load(const WeightSource& source, const ParamTable& table) const {
+    std::vector<float> buffer;
+    for (const Param& p : table.params)
+        if (quantises(p)) store(p, source.fetch(p, buffer));
 }
 
 void Nf4Base::store(const Param& p, const float* values) const {

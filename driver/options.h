@@ -14,14 +14,18 @@
 #include "runtime/model/model_config.h"
 #include "runtime/model/params.h"
 
+// Of --weights beside PACKING_NAMES: kernels/nf4.h.
+constexpr const char* NF4_NAME = "nf4";
+
 // A model: a preset, a directory in Hugging Face layout or a run directory. Each model option of a preset can be
 // overridden.
 struct ModelOptions {
     std::string model;
     std::string base;  // of an adapter; empty: the one that it names
     std::string dtype = "fp32";
-    bool auto_dtype = false;  // dtype was chosen by --dtype auto
-    bool for_gpu = false;     // plan --gpu: a dtype that this backend does not support
+    bool auto_dtype = false;        // dtype was chosen by --dtype auto
+    std::string weights = "model";  // or one of PACKING_NAMES, or NF4_NAME (driver/inference.h)
+    bool for_gpu = false;           // plan --gpu: a dtype that this backend does not support
     std::optional<int64_t> layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size;
     std::string norm, positions, mlp, bias, tied, attention, window, linear_rope, qk_norm, norm_placement, rope_partial,
         softcap_function, embedding_norm, head_bias, init, zero_init;
@@ -99,6 +103,7 @@ struct RunOptions {
 };
 
 struct TrainOptions : RunOptions {
+    bool batch_given = false;         // --batch-size
     std::string data, new_data, out;  // data: of --new-data where that is given
     // What is not given here, check_training() chooses: another length, and other rates, where a run starts from a
     // checkpoint than where it starts from scratch.

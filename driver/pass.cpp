@@ -1,5 +1,7 @@
 #include "driver/pass.h"
 
+#include "kernels/embedding.h"
+
 namespace {
 
 LoraWeights lora_weights(const Model& model, Role role, int64_t l) {
@@ -12,16 +14,19 @@ LoraWeights lora_weights(const Model& model, Role role, int64_t l) {
 
 }  // namespace
 
+LinearWeights linear_weights(const Model& model, Role role, int64_t l) {
+    const Param& p = *model.table.find(role, static_cast<int>(l));
+    const Role bias = role == WTE ? HEAD_B : bias_of(role);  // WTE: a tied head
+    return {.weight = model.weight(role, l),
+            .bias = model.weight(bias, l),
+            .nf4 = model.nf4 ? model.nf4->find(p) : nullptr,
+            .packed = model.packed ? model.packed->find(p) : nullptr,
+            .lora = lora_weights(model, role, l)};
+}
+
 BlockWeights block_weights(const Model& model, int64_t l) {
     const auto norm = [&](Role role) { return NormWeights{model.weight(role, l), model.weight(bias_of(role), l)}; };
-    const auto linear = [&](Role role) {
-        LinearWeights w{.weight = {}, .bias = model.weight(bias_of(role), l), .lora = lora_weights(model, role, l)};
-        if (model.nf4)
-            w.nf4 = &model.nf4->matrix(*model.table.find(role, static_cast<int>(l)));
-        else
-            w.weight = model.weight(role, l);
-        return w;
-    };
+    const auto linear = [&](Role role) { return linear_weights(model, role, l); };
     return {.norm1 = norm(NORM1_W),
             .norm2 = norm(NORM2_W),
             .qkv = linear(QKV_W),
@@ -37,4 +42,12 @@ BlockWeights block_weights(const Model& model, int64_t l) {
 Block block_of(const Pass& p, int64_t l) {
     const std::vector<LayerActs>& layers = p.grads ? p.acts.backward : p.acts.forward;
     return {p, l, first_tokens(layers[size_t(l)], p.in.n), block_weights(p.model, l)};
+}
+
+void embed(const Pass& p, Tensor out) {
+    const Tensor wte = p.model.weight(WTE), wpe = p.model.weight(WPE);
+    if (wte)
+        embedding_forward(out, p.in.tokens, p.in.positions, wte, wpe, p.stream());
+    else
+        embedding_forward(out, p.in.tokens, p.in.positions, *linear_weights(p.model, WTE).packed, wpe, p.stream());
 }

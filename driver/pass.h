@@ -55,5 +55,9 @@ struct Block {
     bool again() const { return p.grads; }
 };
 Block block_of(const Pass& p, int64_t l);
-// Views of a layer's weights; null where the model has none.
+
+// Writes the embeddings of the pass's tokens and positions.
+void embed(const Pass& p, Tensor out);
+// Views of weights; null where the model has none.
+LinearWeights linear_weights(const Model& model, Role role, int64_t l = -1);
 BlockWeights block_weights(const Model& model, int64_t l);

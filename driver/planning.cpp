@@ -34,6 +34,7 @@ MemoryPlan memory_plan(const Model& model, const Target& target) {
     plan.add("master weights", model.master() * 4, Offload::place(model.offload.master));
     plan.add("fp32 weights", model.fp32() * 4);
     if (model.nf4) plan.add("NF4 weights", model.nf4->bytes());
+    if (model.packed) plan.add(str(packing_name(model.packed->packing), " weights"), model.packed->bytes());
     if (model.adapters) plan.add("adapters", model.adapters->bytes());
     return plan;
 }

@@ -65,9 +65,10 @@ void add_tokens(RankFacts& facts, const TokenFiles& files) {
     }
 }
 
-// The files of a model directory or a checkpoint.
+// The files of a model directory or a checkpoint, or a GGUF file.
 void add_model_files(RankFacts& facts, const std::string& directory) {
     if (directory.empty()) return;
+    if (!is_directory(directory)) return add_file(facts, directory);
     for (const std::string& name : list_directory(directory))
         if (ends_with(name, ".json") || ends_with(name, ".safetensors")) add_file(facts, join_path(directory, name));
 }

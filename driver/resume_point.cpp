@@ -56,6 +56,7 @@ ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& 
         r.learning_rates.emplace();
         for (size_t g = 0; g < NUM_RATE_GROUPS; g++) (*r.learning_rates)[g] = rates.number(RATE_GROUP_NAMES[g], 0);
     }
+    if (keys.has("lr")) r.lr = keys.number("lr", 0);
     return r;
 }
 

@@ -18,10 +18,10 @@ SamplePrompts read_sample_prompts(const std::string& path, const DataDirectory& 
     result.completion.eos = end_tokens(source, &tokenizer);
     std::unique_ptr<ChatTemplate> chat;
     if (data.chat_template) {
-        require(ChatTemplate::exists(source.directory), "--sample-prompts: ", data.path,
+        require(ChatTemplate::exists(source.files), "--sample-prompts: ", data.path,
                 " was made with a chat template, but ", source.name,
                 " has none; start from a model directory that has one, or leave the option out");
-        chat = std::make_unique<ChatTemplate>(source.directory);
+        chat = std::make_unique<ChatTemplate>(source.files);
         for (const int32_t id : chat->end_tokens(tokenizer)) result.completion.eos.push_back(id);
     }
     for (std::string& text : read_prompts(path)) {

@@ -29,6 +29,8 @@ struct Defaults {
 };
 constexpr Defaults FROM_SCRATCH = {6e-4, 1000, 0, 0.05, 0.1}, FROM_CHECKPOINT = {2e-5, 0, 3, 0.03, 0};
 constexpr double ADAPTERS_LR = 2e-4;  // AdamW's
+// The rates from a checkpoint were measured over 57 steps (docs/log/finetuning.md); in far fewer they teach nothing.
+constexpr int64_t ENOUGH_STEPS = 50, FEW_STEPS = 20;
 
 Mixture mixture_of(const std::vector<TrainingData>& data) {
     std::vector<int64_t> weights;
@@ -131,10 +133,16 @@ void check_grad_rounding(const RunOptions& o, int64_t world, Device device) {
 
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) {
     if (source.directory.empty()) return;
-    const std::string ours = join_path(source.directory, "tokenizer.json"), theirs = data.tokenizer_path();
-    require(theirs.empty() || !path_exists(ours) || Tokenizer::same(ours, theirs), data.path,
-            " was made with another tokenizer than that of ", source.directory,
-            "; make the data with TOKENIZER=", source.directory);
+    const std::string theirs = data.tokenizer_path();
+    const std::string remedy =
+        source.gguf ? str("convert that file to a directory and make the data with the directory as TOKENIZER")
+                    : str("make the data with TOKENIZER=", source.directory);
+    const auto same = [&] {  // a GGUF file holds the tokens of a tokenizer.json, not its text
+        return source.gguf ? Tokenizer(source.files).has_tokens_of(Tokenizer(theirs))
+                           : Tokenizer::same(source.files, theirs);
+    };
+    require(theirs.empty() || !Tokenizer::exists(source.files) || same(), data.path,
+            " was made with another tokenizer than that of ", source.directory, "; ", remedy);
     require(data.vocab_size <= source.config.vocab_size, data.path, " has a vocabulary of ", data.vocab_size,
             " tokens, but ", source.directory, " has one of ", source.config.vocab_size,
             "; make the data with the model's tokenizer, whose files may declare no token beyond the model's");
@@ -180,8 +188,8 @@ std::vector<TrainingData> open_training_data(const std::string& option) {
         if (!glob_files(data.directory.val_pattern()).empty())
             data.val_files = std::make_unique<TokenFiles>(open_split(data.directory, false));
         const DataDirectory &first = all[0].directory, &own = data.directory;
-        const std::string ours = first.tokenizer_path(), theirs = own.tokenizer_path();
-        const bool same_file = ours.empty() == theirs.empty() && (ours.empty() || Tokenizer::same(ours, theirs));
+        const bool ours = Tokenizer::exists(first.path), theirs = Tokenizer::exists(own.path);
+        const bool same_file = ours == theirs && (!ours || Tokenizer::same(first.path, own.tokenizer_path()));
         require(same_file && first.vocab_size == own.vocab_size && first.end_of_text == own.end_of_text,
                 "--data: ", own.path, " was made with another tokenizer than ", first.path,
                 "; make one of them again with TOKENIZER=", first.path);
@@ -254,6 +262,19 @@ LearningRates default_rates(const TrainSetup& s) {
     return {adamw, adamw, adamw, adamw};
 }
 
+// The peak rates by their options: --lr, and those that differ from it.
+std::vector<std::pair<std::string, double>> named_rates(const TrainSetup& s) {
+    const LearningRates rates = learning_rates(s.o);
+    const char* const names[] = {"lr", "embedding-lr", "head-lr", "vector-lr"};
+    std::vector<std::pair<std::string, double>> named;
+    for (size_t g = 0; g < NUM_RATE_GROUPS; g++) {
+        const bool is_head = RateGroup(g) == RateGroup::Head;
+        if (g == 0 || (rates[g] != rates[0] && !(is_head && s.source.config.tied)))
+            named.emplace_back(names[g], rates[g]);
+    }
+    return named;
+}
+
 // A resumed run keeps its rates. With AdamW those that are not given follow --lr.
 void set_default_rates(TrainSetup& s) {
     const LearningRates defaults = s.resume.learning_rates.value_or(default_rates(s));
@@ -262,27 +283,64 @@ void set_default_rates(TrainSetup& s) {
     const size_t own = of_muon && !s.o.lora.on() ? NUM_RATE_GROUPS : 1;
     for (size_t g = 0; g < own; g++)
         if (!*options[g]) *options[g] = defaults[g];
-    const LearningRates rates = learning_rates(s.o);
-    const char* const names[] = {"lr", "embedding-lr", "head-lr", "vector-lr"};
-    for (size_t g = 0; g < NUM_RATE_GROUPS; g++) {
-        const bool is_head = RateGroup(g) == RateGroup::Head;
-        if (g == 0 || (rates[g] != rates[0] && !(is_head && s.source.config.tied)))
-            set_toml(s.o.toml, names[g], str(rates[g]));
-    }
+    for (const auto& [name, rate] : named_rates(s)) set_toml(s.o.toml, name, str(rate));
 }
 
-double epochs_per_step(const TrainSetup& s) {
+// Of the first data directory, with so many samples a step.
+double epochs_per_step(const TrainSetup& s, int64_t samples) {
     const Mixture mixture = mixture_of(s.data);
     const double sequences = double(num_training_sequences(s.sources()[0], s.o.seq_len));
-    const int64_t samples = s.o.total_batch_tokens / s.o.seq_len;
     return double(samples) * double(mixture.share(0)) / double(mixture.period()) / sequences;
+}
+
+// A run from a checkpoint whose step has no given size takes fewer sequences a step where it would have few steps.
+void choose_batch_size(TrainSetup& s, int64_t world) {
+    TrainOptions& o = s.o;
+    if (o.batch_given || o.total_batch_tokens || o.steps || s.source.directory.empty()) return;
+    const double epochs = o.epochs > 0 ? o.epochs : defaults_of(s).epochs;
+    const auto is_whole = [&](int64_t batch_size) { return !o.fp8.on || batch_size * o.seq_len % 16 == 0; };
+    while (o.batch_size > 1 && is_whole(o.batch_size / 2) &&
+           epochs / epochs_per_step(s, o.batch_size * world) < double(ENOUGH_STEPS))
+        o.batch_size /= 2;
+    set_toml(o.toml, "batch-size", std::to_string(o.batch_size));
+}
+
+// For a message.
+std::string rounded(double number) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.3g", number);
+    return text;
+}
+
+// A line, where a run from a checkpoint may be over before it has learnt much.
+std::string few_steps_note(const TrainSetup& s) {
+    const int64_t steps = s.o.steps - s.data_use.first_step;
+    if (steps >= FEW_STEPS) return "";
+    const bool in_micro_steps = s.micro_steps > 1;
+    const int64_t now = in_micro_steps ? s.o.total_batch_tokens : s.o.batch_size;
+    const std::string lower =
+        str(" or lower ", in_micro_steps ? "--total-batch-tokens" : "--batch-size", " (now ", now, ")");
+    return str("the whole run is ", steps, steps == 1 ? " step" : " steps",
+               "; if it learns too little, raise --epochs (now ", s.o.epochs, ")", now > 1 ? lower : "", "\n");
+}
+
+// A line, where the schedule of a resumed run goes back to a higher rate.
+std::string higher_rate_note(const TrainSetup& s) {
+    const double had = s.resume.lr, has = s.resume.step ? learning_rate(s.o, s.resume.step - 1) : 0;
+    if (had <= 0 || has <= 1.001 * had) return "";
+    std::string same;
+    for (const auto& [name, rate] : named_rates(s)) same += str(" --", name, " ", rounded(rate * had / has));
+    return str("the learning rate goes up: it was ", rounded(had), " in step ", s.resume.step,
+               ", where the schedule of ", s.o.steps, " steps has ", rounded(has), "; with", same,
+               " it goes on from there\n");
 }
 
 // The length of the run, the warmup and the weight decay, where they are not given.
 void set_defaults(TrainSetup& s) {
     const Defaults& d = defaults_of(s);
     const bool new_lr = !s.o.lr, new_length = !s.o.steps && s.o.epochs == 0, new_warmup = s.o.warmup < 0;
-    const bool new_decay = !s.o.weight_decay;
+    const bool new_decay = !s.o.weight_decay, by_epochs = new_length || !s.o.steps;
+    const bool new_batch = !s.o.batch_given && s.o.batch_size != TrainOptions().batch_size;
     if (new_length) {
         s.o.steps = d.steps;
         s.o.epochs = d.epochs;
@@ -298,7 +356,10 @@ void set_defaults(TrainSetup& s) {
     set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
     set_toml(s.o.toml, "weight-decay", str(*s.o.weight_decay));
     set_default_rates(s);
-    if (&d == &FROM_SCRATCH || !(new_lr || new_length || new_warmup || new_decay)) return;
+    s.notes = higher_rate_note(s);
+    if (&d == &FROM_SCRATCH) return;
+    if (by_epochs && !s.resume.step) s.notes += few_steps_note(s);
+    if (!(new_lr || new_length || new_batch || new_warmup || new_decay)) return;
     std::string chosen, from_scratch;
     const auto add = [&](bool is_new, const std::string& what, const std::string& otherwise) {
         if (!is_new) return;
@@ -308,9 +369,10 @@ void set_defaults(TrainSetup& s) {
     const char* const unlike = s.o.optimizer == OptimizerType::Muon ? "Muon's rates" : "6e-4";
     add(new_lr, str("--lr ", *s.o.lr), unlike);
     add(new_length, str("--epochs ", s.o.epochs), str(FROM_SCRATCH.steps, " steps"));
+    add(new_batch, str("--batch-size ", s.o.batch_size), str("batch size ", TrainOptions().batch_size));
     add(new_warmup, str("--warmup ", s.o.warmup), str(100 * FROM_SCRATCH.warmup, "% warmup"));
     add(new_decay, str("--weight-decay ", *s.o.weight_decay), str("weight decay ", FROM_SCRATCH.weight_decay));
-    s.defaults = str("defaults for a run from a checkpoint:", chosen, " (from scratch: ", from_scratch, ")\n");
+    s.notes = str("defaults for a run from a checkpoint:", chosen, " (from scratch: ", from_scratch, ")\n", s.notes);
 }
 
 // A split without loss tokens has no loss. limit: the first tokens of it are meant; 0: all.
@@ -340,7 +402,7 @@ void pack_examples(TrainOptions& o, std::vector<TrainingData>& all) {
     const auto packed = [&](const TokenFiles& files) {
         return o.pack == "none" || !files.has_examples()
                    ? nullptr
-                   : std::make_unique<Packing>(files, o.seq_len, o.too_long == "skip");
+                   : std::make_unique<ExamplePacking>(files, o.seq_len, o.too_long == "skip");
     };
     for (TrainingData& data : all) {
         check_loss_tokens(data.train_files, 0);
@@ -389,8 +451,8 @@ std::vector<int32_t> end_of_turn(const TrainSetup& s) {
     for (const TrainingData& data : s.data) {
         const DataDirectory& directory = data.directory;
         int32_t id = directory.end_of_turn;
-        if (id < 0 && directory.chat_template && ChatTemplate::exists(s.source.directory))
-            id = ChatTemplate(s.source.directory).end_of_turn(Tokenizer(directory.tokenizer_path()));
+        if (id < 0 && directory.chat_template && ChatTemplate::exists(s.source.files))
+            id = ChatTemplate(s.source.files).end_of_turn(Tokenizer(directory.tokenizer_path()));
         if (id >= 0) ids.push_back(id);
     }
     return ids;
@@ -402,6 +464,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     std::vector<TrainingData> all_data = open_training_data(o.data);
     const DataDirectory& data = all_data[0].directory;
     ModelSource source = o.model.resolve(data.vocab_size);
+    refuse_packed(source, "training");
     check_same_tokenizer(data, source);
     // A fresh model's special ids are those of the tokenizer that it will be saved with.
     if (source.directory.empty() && data.end_of_text >= 0) source.config.bos = source.config.eos = data.end_of_text;
@@ -416,8 +479,6 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
 
     require(!o.head_lr || !source.config.tied, "--head-lr: the head of ", source.name,
             " is tied to the embedding; use --embedding-lr");
-
-    const int64_t micro_tokens = o.batch_size * o.seq_len * world;
 
     pack_examples(o, all_data);
     require(!o.sample_every || !data.tokenizer_path().empty(), "--sample-every: ", data.path,
@@ -449,12 +510,14 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
         require(!numbers || numbers == expected, join_path(s.resume.checkpoint, "trainer.json"),
                 ": key 'fp8.history' has ", numbers, " numbers, expected ", expected, "; the file is damaged");
     }
+    choose_batch_size(s, world);
+    const int64_t micro_tokens = s.o.batch_size * s.o.seq_len * world;
     if (!s.o.total_batch_tokens) s.o.total_batch_tokens = micro_tokens;
     require(s.o.total_batch_tokens % micro_tokens == 0, "--total-batch-tokens ", s.o.total_batch_tokens,
             " is not a multiple of batch-size x seq-len x ranks = ", micro_tokens,
             "; the nearest multiples: ", nearest_multiples(s.o.total_batch_tokens, micro_tokens));
     s.micro_steps = s.o.total_batch_tokens / micro_tokens;
-    s.epochs_per_step = epochs_per_step(s);
+    s.epochs_per_step = epochs_per_step(s, s.o.total_batch_tokens / s.o.seq_len);
     set_defaults(s);
     check_incomplete_checkpoints(s);
     require(!s.o.profile || (s.o.profile > s.resume.step && s.o.profile <= s.o.steps), "--profile ", s.o.profile,
@@ -487,7 +550,7 @@ std::string describe_source(const TrainingData& data, int64_t sequences, int64_t
                       in_sequences = with_commas(sequences) + " training sequences";
     if (!data.train_packing)
         return str(tokens, " in ", in_sequences, " (", dropped_tokens, " tokens at the end left out)");
-    const Packing& p = *data.train_packing;
+    const ExamplePacking& p = *data.train_packing;
     char padding[16];
     std::snprintf(padding, sizeof padding, "%.1f%%", 100 * double(p.padding()) / double(sequences * p.seq_len()));
     return str(tokens, ": ", with_commas(p.num_examples()), " examples in ", in_sequences, " (", padding, " padding, ",

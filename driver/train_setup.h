@@ -21,8 +21,8 @@ struct TrainingData {
     DataDirectory directory;
     int64_t weight;  // of its samples among those of all directories
     TokenFiles train_files;
-    std::unique_ptr<TokenFiles> val_files = {};                     // null: the data has no validation split
-    std::unique_ptr<Packing> train_packing = {}, val_packing = {};  // null: fixed training sequences
+    std::unique_ptr<TokenFiles> val_files = {};                            // null: the data has no validation split
+    std::unique_ptr<ExamplePacking> train_packing = {}, val_packing = {};  // null: fixed training sequences
 };
 
 // The inputs of a run, checked before anything is allocated or written.
@@ -36,7 +36,7 @@ struct TrainSetup {
     int64_t micro_steps = 1;
     double epochs_per_step = 0;             // of the first data directory, on average
     SamplePrompts sample_prompts = {};      // with --sample-every
-    std::string defaults = {};              // a line on the options that were chosen; "" for a run from scratch
+    std::string notes = {};                 // lines on options that were chosen and on the length and rates that follow
     std::vector<int32_t> end_of_turn = {};  // the tokens with which the model learns to end its turn in a conversation
 
     bool evaluates() const;  // whether there is a validation split or a question

@@ -95,7 +95,7 @@ void Trainer::print_setup(const MemoryPlan& plan) const {
     print(str(setup.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype),
               options.model.auto_dtype ? " (--dtype auto)" : "", acts.fp8 ? ", matmuls of the blocks in fp8\n" : "\n",
               device_description(), ", ", matmul_library(), "\n"));
-    print(setup.defaults);
+    print(setup.notes);
     if (ctx.world > 1) print(str(ctx.world, " ranks, ZeRO stage ", options.sharding.zero_stage, "\n"));
     print(str("memory plan\n", plan.text(ctx.in_use_before)));
     if (acts.fp8) print(fp8_warning(model.config));
@@ -178,23 +178,11 @@ Trainer::~Trainer() {
     }
 }
 
-namespace {
-
-// QLoRA: reads the matrices that load_weights() leaves out.
-void quantise_base(const ModelSource& source, const Model& model) {
-    const WeightSource weights = open_weight_source(source, model.table);
-    std::vector<float> buffer;
-    for (const Param& p : model.table.params)
-        if (Nf4Base::quantises(p)) model.nf4->store(p, weights.fetch(p, buffer));
-}
-
-}  // namespace
-
 void Trainer::start() {
     StepScalars scalars{};
     Model& trained = model.trained();
     if (model.adapters) print(load_weights(setup.source, model.table, model.arenas));
-    if (model.nf4) quantise_base(setup.source, model);
+    if (model.nf4) model.nf4->load(open_weight_source(setup.source, model.table), model.table);
     if (!setup.resume.checkpoint.empty()) {
         load_state(setup.resume.checkpoint, trained.table, {trained.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
         step = saved_step = setup.resume.step;
@@ -389,7 +377,7 @@ void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
         weights += double(data.weight);
         ordered_json& entry = setup.data.size() > 1 ? by_directory[data.directory.path] : line;
         entry["val_loss"] = e.loss();
-        entry["bits_per_byte"] = e.bits_per_byte();
+        if (e.bytes > 0) entry["bits_per_byte"] = e.bits_per_byte();
         char part[128];
         int length = std::snprintf(part, sizeof part, "  val_loss %.4f", e.loss());
         if (e.bytes > 0) std::snprintf(part + length, sizeof part - length, "  bits_per_byte %.4f", e.bits_per_byte());
@@ -505,6 +493,7 @@ void Trainer::save(bool last) {
                               {"optimizer_dtype", options.optimizer_dtype},
                               {"lora", options.lora.description()},
                               {"learning_rates", rates},
+                              {"lr", scalars.lr},
                               {"gemm", matmul_choices(ctx.stream, true)},
                               {"val_loss", val_loss}};
     if (acts.fp8) trainer["fp8"] = {{"steps", acts.fp8->recorded()}, {"history", acts.fp8->history(ctx.stream)}};
@@ -516,7 +505,7 @@ void Trainer::save(bool last) {
             LoraAdapter::write_config(directory, model.lora->options, setup.source.directory, model.table);
         else
             save_model_files(directory, model.config, setup.source.original_config,
-                             {setup.source.directory, setup.tokenizer_data().path});
+                             {setup.source.files, setup.tokenizer_data().path});
         add_end_tokens(directory, setup.source, setup.end_of_turn);
         write_json(join_path(directory, "trainer.json"), trainer);
     };

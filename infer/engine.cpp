@@ -15,6 +15,7 @@
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
+#include "kernels/nf4.h"
 #include "kernels/norm.h"
 #include "kernels/qk_norm_all_heads.h"
 #include "kernels/rope.h"
@@ -29,11 +30,15 @@ void set_bit(std::vector<int32_t>& bits, int32_t token) {
 }
 
 // The first model option that the fused decode step does not support; null: it supports all of them.
-const char* unfused_model_option(const ModelConfig& c) {
-    return c.has_linear_attention()        ? "--attention linear"
-           : c.norm_after                  ? "--norm-placement after"
-           : c.qk_norm == QkNorm::AllHeads ? "--qk-norm all-heads"
-                                           : nullptr;
+const char* unfused_model_option(const ModelConfig& c, const EngineOptions& o) {
+    const auto packed = [&](int64_t inputs) { return can_pack(*o.packing, inputs); };
+    if (c.has_linear_attention()) return "--attention linear";
+    if (c.norm_after) return "--norm-placement after";
+    if (c.qk_norm == QkNorm::AllHeads) return "--qk-norm all-heads";
+    if (o.nf4) return "--weights nf4";
+    if (o.packing && !(packed(c.channels) && packed(c.heads * c.head_size) && packed(c.ffn)))
+        return "--weights where some matrices are not packed";
+    return nullptr;
 }
 
 // Bits of step_classes beside those of sampling_class: what a step computes after sampling, and whether its rows use
@@ -83,7 +88,7 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
                    options.context > config.rope_scaling.original_max_position),
       cache(config, {options.slots, options.context, options.cache_pages, pass_tokens()}, options.dtype),
       fused_step_max_batch(
-          options.batch_invariant || unfused_model_option(config) ? 0 : decode_step_max_batch(decode_model())),
+          options.batch_invariant || unfused_model_option(config, options) ? 0 : decode_step_max_batch(decode_model())),
       states(config, options.slots),
       lengths(size_t(options.slots), 0) {
     require(options.slots > 0 && options.context > 0, "engine: a batch of ", options.slots, " sequences of ",
@@ -159,10 +164,17 @@ void Engine::plan_memory() {
     }
     add(&act, "act", T, {N, c.ffn}, FC, FCPROJ);
     if (c.norm_after) add(&unnormed, "unnormed", T, {N, c.channels}, PROJ, FCPROJ);
+    const auto layer_scratch = [&](int64_t n, int64_t inputs, int64_t outputs) {  // prefill passes and decode steps
+        const auto scratch_of = [&](int64_t rows_in) {
+            const int64_t bytes = linear_scratch(rows_in, inputs, outputs, T, options.packing.has_value());
+            return options.nf4 ? std::max(bytes, linear_nf4_scratch(rows_in, inputs, outputs, T)) : bytes;
+        };
+        return std::max(scratch_of(n), scratch_of(1));
+    };
     const int64_t scratch_bytes =
-        std::max({linear_scratch(N, c.channels, c.qkv_channels(), T), linear_scratch(N, attention, c.channels, T),
-                  linear_scratch(N, c.channels, c.fc_channels(), T), linear_scratch(N, c.ffn, c.channels, T),
-                  linear_scratch(head_rows, c.channels, c.padded_vocab(), T)});
+        std::max({layer_scratch(N, c.channels, c.qkv_channels()), layer_scratch(N, attention, c.channels),
+                  layer_scratch(N, c.channels, c.fc_channels()), layer_scratch(N, c.ffn, c.channels),
+                  layer_scratch(head_rows, c.channels, c.padded_vocab())});
     keep(&scratch, "scratch", DType::U8, {scratch_bytes});
     const int64_t attention_bytes =
         std::max(attention_forward_scratch(), has_linear ? linear_attention_forward_scratch(linear) : 0);
@@ -277,8 +289,12 @@ void Engine::fill_rope_table() {
 void Engine::count_weight_bytes() {
     const auto count_bytes = [&](const Tensor& t) { weight_bytes += t ? t.bytes() : 0; };
     const auto count_layer = [&](const LinearWeights& w) {
-        require(!w.nf4 && !w.lora.a, "engine: weights in NF4 or with adapters; merge the adapters first");
-        count_bytes(w.weight);
+        require(!w.lora.a, "engine: weights with training's adapters; give those of InferenceWeights");
+        count_bytes(w.packed ? w.packed->rows : w.weight);
+        if (w.nf4)
+            for (const Nf4Matrix::Part& part : w.nf4->parts)
+                for (const Tensor& t : {part.weights.codes, part.weights.absmax_codes, part.weights.group_absmax})
+                    count_bytes(t);
         count_bytes(w.bias);
     };
     for (const BlockWeights& b : weights.blocks) {
@@ -341,7 +357,10 @@ void Engine::prepare_qk(int64_t l, Tensor packed, const Tensor& angles) {
 
 // Token ids to the input of the first block.
 void Engine::embed(Tensor hidden, Tensor token_ids, Tensor token_positions) {
-    embedding_forward(hidden, token_ids, token_positions, weights.wte, weights.wpe, stream);
+    if (weights.packed_wte)
+        embedding_forward(hidden, token_ids, token_positions, *weights.packed_wte, weights.wpe, stream);
+    else
+        embedding_forward(hidden, token_ids, token_positions, weights.wte, weights.wpe, stream);
     if (config.embedding_norm) norm(hidden, hidden, weights.embedding_norm);
 }
 
@@ -824,6 +843,7 @@ DecodeModel Engine::decode_model() const {
     m.qk_norm = c.qk_norm != QkNorm::Off;
     m.embedding_norm = c.embedding_norm;
     m.head_bias = c.head_bias;
+    m.packing = options.packing;
     for (int64_t l = 0; l < c.layers; l++) m.layer_options.push_back({c.layer[size_t(l)].rope, cache.window(l)});
     return m;
 }
@@ -914,7 +934,7 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
 
 const char* Engine::unfused_option() const {
     const bool otherwise_fused = !options.batch_invariant && decode_step_max_batch(decode_model()) > 0;
-    return otherwise_fused ? unfused_model_option(config) : nullptr;
+    return otherwise_fused ? unfused_model_option(config, options) : nullptr;
 }
 
 int64_t Engine::active() const {

@@ -48,7 +48,9 @@ struct EngineOptions {
     int64_t prompt_tokens = 0;  // largest sum of the prompt lengths of one prefill(); 0: slots·context
     int64_t cache_pages = 0;    // pages of the KV cache (infer/kv_cache.h); 0: enough for all slots at full length
     DType dtype = DType::F32;   // of weights, activations and cache
-    SamplingOptions sampling;   // of prompts without options of their own
+    std::optional<Packing> packing = {};  // of the matrices that packs() (runtime/model/packed_params.h)
+    bool nf4 = false;                     // the blocks' linear layers are in NF4
+    SamplingOptions sampling;             // of prompts without options of their own
     // What prompts may ask for; memory is planned for no more.
     uint32_t sampling_classes = 0;  // bits of sampling_class, beside those that `sampling` needs
     int64_t top_logprobs = 0;       // at most MAX_TOP_LOGPROBS

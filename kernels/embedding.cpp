@@ -4,6 +4,8 @@
 
 #include "kernels/check.h"
 #include "kernels/cpu/cpu_loops.h"
+#include "kernels/cpu/packed_rows.h"
+#include "kernels/packed_weight_check.h"
 
 namespace {
 
@@ -45,12 +47,12 @@ void scatter_add(const Tensor& table, const Tensor& dout, const int32_t* index, 
 
 }  // namespace
 
-void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream) {
-    const char* op = "embedding_forward";
-    check_matrix(op, "out", out);
-    check_matrix(op, "wte", wte);
-    const int64_t N = out.shape[0], C = out.shape[1], V = wte.shape[0];
-    check_matrix(op, "wte", wte, V, C);
+namespace {
+
+// wte_row(token, to) writes a token's row of wte.
+template <typename WteRow>
+void forward(const char* op, Tensor out, Tensor tokens, int64_t V, Tensor positions, Tensor wpe, WteRow wte_row) {
+    const int64_t N = out.shape[0], C = out.shape[1];
     check_tensor(op, "tokens", tokens, DType::I32, {N});
     check_indices(op, "tokens", tokens, V);
     if (wpe) {
@@ -60,16 +62,35 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, 
         check_indices(op, "positions", positions, wpe.shape[0]);
     }
     const Rows<float> o(out);
-    const Rows<const float> token_rows(wte), position_rows(wpe);
+    const Rows<const float> position_rows(wpe);
     const int32_t* token = tokens.as<int32_t>();
     const int32_t* position = wpe ? positions.as<int32_t>() : nullptr;
 #pragma omp parallel for schedule(static) if (N * C > PARALLEL_MIN)
     for (int64_t n = 0; n < N; n++) {
-        if (position)
-            add_rows(o[n], token_rows[token[n]], position_rows[position[n]], C);
-        else
-            std::copy_n(token_rows[token[n]], C, o[n]);
+        wte_row(token[n], o[n]);
+        if (position) add_rows(o[n], o[n], position_rows[position[n]], C);
     }
+}
+
+}  // namespace
+
+void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream) {
+    const char* op = "embedding_forward";
+    check_matrix(op, "out", out);
+    check_matrix(op, "wte", wte);
+    const int64_t C = out.shape[1];
+    check_matrix(op, "wte", wte, wte.shape[0], C);
+    const Rows<const float> rows(wte);
+    forward(op, out, tokens, wte.shape[0], positions, wpe,
+            [&](int32_t token, float* to) { std::copy_n(rows[token], C, to); });
+}
+
+void embedding_forward(Tensor out, Tensor tokens, Tensor positions, const PackedWeight& wte, Tensor wpe, Stream) {
+    const char* op = "embedding_forward";
+    check_matrix(op, "out", out);
+    check_packed(op, wte, wte.rows.shape[0], out.shape[1]);
+    forward(op, out, tokens, wte.rows.shape[0], positions, wpe,
+            [&](int32_t token, float* to) { dequantise_row(to, wte, token); });
 }
 
 void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Tensor scratch,

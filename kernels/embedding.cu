@@ -16,7 +16,9 @@
 
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/launch_shapes.h"
+#include "kernels/cuda/packed_codes.cuh"
 #include "kernels/cuda/pdl.cuh"
+#include "kernels/packed_weight_check.h"
 
 namespace {
 
@@ -63,6 +65,30 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int k = 0; k < W; k++) x[k] += added[k];
         store_floats<W>(out + n * out_stride + c, x);
+    }
+}
+
+// The same with a packed table. A thread takes four columns of a token, in vectors of W.
+template <Packing P, int W, typename T>
+__global__ void __launch_bounds__(THREADS)
+    packed_forward_kernel(T* out, int64_t out_stride, const int32_t* tokens, const int32_t* positions,
+                          const uint8_t* wte, int64_t row_bytes, int64_t V, const T* wpe, int64_t wpe_stride,
+                          int64_t num_positions, int64_t N, int64_t C) {
+    pdl_launch_dependents();
+    const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x;
+    if (i >= N * (C / 4)) return;
+    const RowItem at = row_item(i, C / 4);
+    const int64_t c = at.item * 4;
+    const int32_t token = tokens[at.row], position = wpe ? positions[at.row] : -1;
+    Floats<4> x = {};
+    if (token >= 0 && token < V) x = dequantise_four<P>(wte + token * row_bytes, C, c);
+#pragma unroll
+    for (int first = 0; first < 4; first += W) {
+        const Floats<W> added = as_floats(load_row<W>(wpe, wpe_stride, num_positions, position, c + first));
+        Floats<W> sum;
+#pragma unroll
+        for (int k = 0; k < W; k++) sum[k] = x[first + k] + added[k];
+        store_floats<W>(out + at.row * out_stride + c + first, sum);
     }
 }
 
@@ -261,6 +287,15 @@ Table table_of(const Tensor& dtable, const Tensor& index, bool accumulate) {
     return {dtable.as<float>(), row_stride(dtable), dtable.shape[0], index.as<int32_t>(), accumulate};
 }
 
+void check_tokens(const char* op, const Tensor& tokens, const Tensor& positions, const Tensor& wpe, int64_t N,
+                  int64_t C, DType dtype) {
+    check_tensor(op, "tokens", tokens, DType::I32, {N});
+    if (!wpe) return;
+    check_matrix(op, "wpe", wpe, dtype);
+    check_matrix(op, "wpe", wpe, wpe.shape[0], C, Given::Required, dtype);
+    check_tensor(op, "positions", positions, DType::I32, {N});
+}
+
 }  // namespace
 
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream stream) {
@@ -270,12 +305,7 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, 
     check_matrix(op, "wte", wte, dtype);
     const int64_t N = out.shape[0], C = out.shape[1], V = wte.shape[0];
     check_matrix(op, "wte", wte, V, C, Given::Required, dtype);
-    check_tensor(op, "tokens", tokens, DType::I32, {N});
-    if (wpe) {
-        check_matrix(op, "wpe", wpe, dtype);
-        check_matrix(op, "wpe", wpe, wpe.shape[0], C, Given::Required, dtype);
-        check_tensor(op, "positions", positions, DType::I32, {N});
-    }
+    check_tokens(op, tokens, positions, wpe, N, C, dtype);
     if (N * C == 0) return;
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
@@ -286,6 +316,32 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, 
                     out.as<T>(), row_stride(out), tokens.as<int32_t>(), wpe ? positions.as<int32_t>() : nullptr,
                     wte.as<const T>(), row_stride(wte), V, wpe ? wpe.as<const T>() : nullptr, wpe ? row_stride(wpe) : 0,
                     wpe ? wpe.shape[0] : 0, N, C);
+        });
+    });
+    check_launch(op, stream);
+}
+
+void embedding_forward(Tensor out, Tensor tokens, Tensor positions, const PackedWeight& wte, Tensor wpe,
+                       Stream stream) {
+    const char* op = "embedding_forward";
+    const DType dtype = check_activation_dtype(op, "out", out);
+    check_matrix(op, "out", out, dtype);
+    const int64_t N = out.shape[0], C = out.shape[1], V = wte.rows.shape[0];
+    check_packed(op, wte, V, C);
+    check_tokens(op, tokens, positions, wpe, N, C, dtype);
+    require(rows_aligned({wte.rows}), op, ": the packed table is not aligned to 16 bytes");
+    if (N == 0) return;
+    dispatch_dtype(op, dtype, [&](auto zero) {
+        using T = decltype(zero);
+        const auto launch = [&](auto kernel) {
+            kernel<<<grid_of(ceil_div(N * (C / 4), THREADS)), THREADS, 0, cuda_stream(stream)>>>(
+                out.as<T>(), row_stride(out), tokens.as<int32_t>(), wpe ? positions.as<int32_t>() : nullptr,
+                wte.rows.as<const uint8_t>(), packed_row_bytes(wte.packing, C), V, wpe ? wpe.as<const T>() : nullptr,
+                wpe ? row_stride(wpe) : 0, wpe ? wpe.shape[0] : 0, N, C);
+        };
+        dispatch_packing(wte.packing, [&](auto packing) {
+            constexpr Packing P = decltype(packing)::value;
+            rows_aligned({out, wpe}) ? launch(packed_forward_kernel<P, 4, T>) : launch(packed_forward_kernel<P, 1, T>);
         });
     });
     check_launch(op, stream);

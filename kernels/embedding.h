@@ -17,6 +17,10 @@
 
 // out [N, C] T; tokens [N] int32; positions [N] int32; wte [V, C] T; wpe [P, C] T or null (no positions added).
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream stream);
+// The same with wte packed (kernels/packed_weight.h): the rows of the tokens are dequantised to fp32, and the sum is
+// rounded to T.
+void embedding_forward(Tensor out, Tensor tokens, Tensor positions, const struct PackedWeight& wte, Tensor wpe,
+                       Stream stream);
 
 // dwte [V, C] fp32 or null; dwpe [P, C] fp32 or null; dout [N, C] T; scratch: embedding_backward_scratch bytes (U8),
 // null if 0. accumulate_*: add to the gradient, else overwrite all its rows (rows without a token become zero).

@@ -39,9 +39,7 @@ __global__ void __launch_bounds__(THREADS)
 
 void nf4_dequantise(Tensor out, const Nf4Weights& weights, Stream stream) {
     const char* op = "nf4_dequantise";
-    require(out && (out.dtype == DType::F32 || out.dtype == DType::BF16), op, ": out is ", dtype_name(out.dtype), " ",
-            shape_string(out), ", expected fp32 or bf16 [n]");
-    check_tensor(op, "out", out, out.dtype, {out.numel()});
+    check_tensor(op, "out", out, check_activation_dtype(op, "out", out), {out.numel()});
     check_nf4(op, weights, out.numel());
     require(start_aligned(out) && start_aligned(weights.codes), op, ": out or codes is not aligned to 16 bytes");
     const int64_t n = out.numel();
@@ -59,6 +57,9 @@ void nf4_dequantise(Tensor out, const Nf4Weights& weights, Stream stream) {
             out.as<T>(), static_cast<const uint2*>(weights.codes.data), weights.absmax_codes.as<uint8_t>(),
             weights.group_absmax.as<float>(), weights.mean.as<float>(), n, tables);
     };
-    out.dtype == DType::F32 ? launch(float{}) : launch(bf16{});
+    if (out.dtype == DType::F32)
+        launch(float{});
+    else
+        out.dtype == DType::F16 ? launch(fp16{}) : launch(bf16{});
     check_launch(op, stream);
 }

@@ -47,7 +47,7 @@ constexpr int64_t nf4_groups(int64_t n) {
 // read. On all threads.
 void nf4_quantise(const Nf4Weights& out, Tensor inp);
 
-// out [n] fp32, on a GPU also bf16: the weights, rounded once.
+// out [n] fp32, on a GPU also bf16 and fp16: the weights, rounded once.
 void nf4_dequantise(Tensor out, const Nf4Weights& weights, Stream stream);
 // Uses the beginning of out [rows·cols or more], and returns it as [rows, cols].
 Tensor nf4_dequantise(Tensor out, const Nf4Matrix& matrix, Stream stream);

@@ -1,32 +1,25 @@
-// Weights in 8 and 4 bits for inference: a matrix [OC, C] as rows of bytes, each row by itself.
+// Quantises rows of weights to 8 and 4 bits, and back (runtime/model/packed_weight.h has the formats).
 //
-//   Fp8   w = scale · code     code: E4M3; one fp32 scale a row, the row's largest magnitude / 448
-//   Int8  w = d · code         groups of 32 along the row; code: int8; d: fp16. The values of GGUF's Q8_0, bit for bit
-//   Int4  w = d · (code − 8)   groups of 32; code: 4 bits, element i of a group in the low half of byte i, element
-//                              16 + i in the high half; d: fp16. The values of GGUF's Q4_0, bit for bit
-//
-// A row is its codes, then its scales, then zeros up to a multiple of 16 bytes: packed_row_bytes(). So a kernel loads a
-// row, or several, by one aligned copy.
+// Fp8: round to nearest even of w / scale, saturating (fp8_codes.h). Int8 and Int4 are llama.cpp's quantisers of Q8_0
+// and Q4_0 (ggml-quants.c: quantize_row_q8_0_ref, quantize_row_q4_0_ref): Int8 has d = max |w| / 127 and codes
+// round(w · (1 / d)), half away from zero, with d in fp32, and stores d rounded to fp16. Int4 has d = the weight of the
+// largest magnitude, the first of them, / −8, and codes min(15, trunc(w · (1 / d) + 8.5)). A row or a group of zeros
+// has scale 0. Bf16: round to nearest even.
 #pragma once
 
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
+#include "runtime/model/packed_weight.h"
 
-enum class Packing { Fp8, Int8, Int4 };
+// Quantises inp [OC, C] fp32. Both are in host memory, on every backend: weights are quantised once, when they are
+// read. On all threads. A weight that is not finite, or too large for an fp16 scale, gives a scale that is not finite:
+// packed_bad_row() finds it. Throws Error on a wrong shape or dtype, and where PACKED_GROUP does not divide C.
+void packed_quantise(const PackedWeight& out, Tensor inp);
 
-constexpr int64_t PACKED_GROUP = 32;  // weights that share a scale of Int8 and Int4
+// The first row, in host memory, with a scale that is infinite or NaN or, of Fp8, a code that is NaN; −1: there is
+// none.
+int64_t packed_bad_row(const PackedWeight& weight);
 
-struct PackedWeight {
-    Packing packing;
-    int64_t cols;  // C
-    Tensor rows;   // [OC, packed_row_bytes] U8
-};
-
-// Bytes of the codes of a row of C weights, and of the whole row.
-constexpr int64_t packed_code_bytes(Packing packing, int64_t C) {
-    return packing == Packing::Int4 ? C / 2 : C;
-}
-constexpr int64_t packed_row_bytes(Packing packing, int64_t C) {
-    const int64_t scales = packing == Packing::Fp8 ? 4 : C / PACKED_GROUP * 2;
-    return (packed_code_bytes(packing, C) + scales + 15) / 16 * 16;
-}
+// out [OC, C] T = the weights, rounded once. T: fp32, on a GPU also bf16 and fp16. On a GPU rows of out begin at
+// multiples of 16 bytes. Throws Error on a wrong shape, dtype or alignment, and where PACKED_GROUP does not divide C.
+void packed_dequantise(Tensor out, const PackedWeight& weight, Stream stream);

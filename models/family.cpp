@@ -56,6 +56,8 @@ constexpr const char* COMMON_KEYS[] = {"model_type",
                                        "add_cross_attention",
                                        "quantization_config"};
 
+constexpr const char *QUANTIZATION = "quantization_config", *PACKED_METHOD = "train_gpt";
+
 }  // namespace
 
 const Family& family_of(const ModelConfig& c) {
@@ -123,7 +125,7 @@ ModelConfig config_from_json(const json& object, const std::string& path) {
         for (const Family* f : families()) names += str(names.empty() ? "" : ", ", f->name);
         keys.demand(false, "model_type", names);
     }
-    keys.demand(!keys.has("quantization_config"), "quantization_config", "none; use weights that are not quantized");
+    packing_from_json(object, path);
     keys.demand(keys.nested("pruned_heads").empty(), "pruned_heads", "none");
     keys.demand(keys.nested("per_layer_config").empty(), "per_layer_config", "none");
     // transformers' cache acts on these in every family.
@@ -139,6 +141,22 @@ ModelConfig config_from_json(const json& object, const std::string& path) {
     fill_defaults(c, path);
     validate(c, path);
     return c;
+}
+
+std::optional<Packing> packing_from_json(const json& object, const std::string& path) {
+    if (!ConfigKeys(object, path).has(QUANTIZATION)) return {};
+    const json& given = object[QUANTIZATION];
+    const auto text = [&](const char* key) {
+        return given.is_object() && given.contains(key) && given[key].is_string() ? given[key].get<std::string>() : "";
+    };
+    const std::optional<Packing> packing = find_enum<Packing>(PACKING_NAMES, text("weights"));
+    require(text("quant_method") == PACKED_METHOD && packing, path, ": key '", QUANTIZATION, "' is ", given.dump(),
+            "; supported: none, or what `convert --weights` writes; use weights that are not quantized");
+    return packing;
+}
+
+void add_packing(json& object, Packing packing) {
+    object[QUANTIZATION] = {{"quant_method", PACKED_METHOD}, {"weights", packing_name(packing)}};
 }
 
 json config_to_json(const ModelConfig& c, const json& original) {

@@ -4,11 +4,13 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "models/config_keys.h"
 #include "runtime/model/model_config.h"
+#include "runtime/model/packed_weight.h"
 #include "runtime/model/params.h"
 #include "runtime/model/roles.h"
 
@@ -71,6 +73,13 @@ std::vector<std::string> preset_names();
 // Reads a config.json of any family, as transformers 4 and 5 write it. path is for errors. Throws Error naming the key
 // if a value would change the logits and is not implemented.
 ModelConfig config_from_json(const nlohmann::json& json, const std::string& path);
+
+// How config.json says that a directory's weights are packed (`convert --weights`), under the key that transformers has
+// for quantised weights. transformers does not know the method and refuses the directory.
+//     "quantization_config": {"quant_method": "train_gpt", "weights": "int4"}
+// Nothing without the key. Throws Error naming the key for another method or other weights.
+std::optional<Packing> packing_from_json(const nlohmann::json& json, const std::string& path);
+void add_packing(nlohmann::json& json, Packing packing);
 
 // Writes a config.json that transformers 4 and 5 both read. original: the file that the model was loaded from ({} if
 // none); keys that this program does not know are copied from it.

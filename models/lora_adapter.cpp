@@ -8,6 +8,7 @@
 #include <set>
 
 #include "models/family.h"
+#include "models/gguf_model.h"
 #include "runtime/device/convert_dtype.h"
 #include "runtime/files/crc32c.h"
 #include "runtime/files/files.h"
@@ -142,15 +143,17 @@ void LoraAdapter::write_config(const std::string& directory, const LoraOptions& 
 
 std::string LoraAdapter::fingerprint(const std::string& base, const ParamTable& table) {
     constexpr int64_t SAMPLE = 1 << 14;  // values of a tensor
-    const StoredWeights weights(base, table);
+    const StoredWeights weights = stored_weights(base, table);
     std::string sample;
     uint32_t crc = 0;
     for (const Param& p : table.params) {
-        for (const auto& [name, part] : weights.tensors(p)) {
-            const SafetensorsEntry& entry = *part.entry;
-            const std::vector<float> values = read_values(*part.file, entry, std::min(SAMPLE, entry.numel()));
+        for (size_t i = 0; i < weights.tensors(p).size(); i++) {
+            const auto& [name, part] = weights.tensors(p)[i];
+            std::vector<float> values(size_t(std::min(SAMPLE, part.numel())));
+            part.read_values(0, int64_t(values.size()), values.data());
             sample.assign(reinterpret_cast<const char*>(&crc), sizeof crc);
-            sample += bare_name(name) + shape_string(entry.shape);
+            // A tensor of a GGUF file counts as what it is in a model directory.
+            sample += bare_name(part.gguf ? p.sources[i].name : name) + shape_string(part.shape(p.cols > 0));
             sample.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float));
             crc = crc32c(sample.data(), int64_t(sample.size()));
         }

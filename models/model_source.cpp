@@ -5,6 +5,7 @@
 #include <set>
 
 #include "models/family.h"
+#include "models/gguf_model.h"
 #include "models/lora_adapter.h"
 #include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
@@ -17,12 +18,14 @@ namespace {
 ModelSource find_base(const std::string& name, const std::string& adapter, const std::string& given) {
     const std::string base = given.empty() ? LoraAdapter::base_of(adapter) : given;
     if (given.empty())
-        require(is_directory(base), adapter, ": its base, '", base, "', is not a directory here; name it with --base");
+        require(is_directory(base) || GgufModel::is_gguf(base), adapter, ": its base, '", base,
+                "', is neither a directory nor a GGUF file here; name it with --base");
     require(find_adapter(base).empty(), "--base ", base, ": is an adapter; name a model directory");
     ModelSource source = find_model(base);
     require(!source.directory.empty(), "--base ", base, ": is a preset, which has no weights; name a model directory");
     source.name = name;
     source.adapter = adapter;
+    refuse_packed(source, "an adapter");
     return source;
 }
 
@@ -44,8 +47,9 @@ constexpr const char* GENERATION_CONFIG = "generation_config.json";
 
 constexpr const char* MORE_TEMPLATES = "additional_chat_templates";
 
-void carry(const std::string& from, const std::string& to) {
-    if (!is_directory(from) && !path_exists(to)) write_file(to, read_file(from));
+void carry(const ModelFiles& from, const std::string& name, const std::string& directory) {
+    const std::string to = join_path(directory, name);
+    if (!path_exists(to)) write_file(to, from.read(name));
 }
 
 void append_end_tokens(const json& object, int64_t vocab_size, std::vector<int32_t>& ids) {
@@ -60,9 +64,9 @@ void append_end_tokens(const json& object, int64_t vocab_size, std::vector<int32
 }  // namespace
 
 JsonKeys generation_config(const ModelSource& source) {
-    for (const std::string& directory : {source.adapter, source.directory}) {
-        const std::string path = join_path(directory, GENERATION_CONFIG);
-        if (!directory.empty() && path_exists(path)) return {path, read_json(path)};
+    for (const ModelFiles& files : {ModelFiles(source.adapter), source.files}) {
+        const std::string path = files.shown_as(GENERATION_CONFIG);
+        if (files.has(GENERATION_CONFIG)) return {path, parse_json_object(files.read(GENERATION_CONFIG), path)};
     }
     return {"", json::object()};
 }
@@ -115,17 +119,27 @@ ModelSource find_model(const std::string& name, const std::string& base) {
     std::string presets;
     for (const std::string& p : preset_names()) presets += (presets.empty() ? "" : ", ") + p;
     require(path_exists(name), name, ": no such model; name a model directory, a run directory or one of ", presets);
-    require(is_directory(name), name, ": is a file; name the directory that holds the model's config.json");
     source.directory = name;
+    if (GgufModel::is_gguf(name)) {
+        source.gguf = std::make_shared<const GgufModel>(name);
+        source.files = source.gguf->files();
+        source.original_config = source.gguf->config();
+        source.config = config_from_json(source.original_config, name);
+        return source;
+    }
+    require(is_directory(name), name,
+            ": is a file, but no GGUF file; name the directory that holds the model's config.json");
     if (!path_exists(join_path(name, "config.json"))) {
         const std::vector<std::string> checkpoints = list_checkpoints(name);
         require(!checkpoints.empty(), name, ": holds neither a config.json nor a complete checkpoint; name a model ",
                 "directory, a run directory or one of ", presets);
         source.directory = join_path(name, checkpoints.back());
     }
+    source.files = source.directory;
     const std::string config_path = join_path(source.directory, "config.json");
     source.original_config = read_json(config_path);
     source.config = config_from_json(source.original_config, config_path);
+    source.packing = packing_from_json(source.original_config, config_path);
     return source;
 }
 
@@ -145,28 +159,36 @@ std::vector<LoraAdapter> read_adapters(const ModelSource& source, const ParamTab
     return adapters;
 }
 
+void refuse_packed(const ModelSource& source, const std::string& what) {
+    require(!source.packing, source.directory, ": its weights are packed (", packing_name(*source.packing),
+            "), for inference alone; for ", what, " name the model that it was converted from");
+}
+
+StoredWeights stored_weights(const ModelSource& source, const ParamTable& table) {
+    return source.gguf ? source.gguf->weights(table) : StoredWeights(source.directory, table, source.packing);
+}
+
 std::string load_weights(const ModelSource& source, const ParamTable& table, const WeightArenas& arenas) {
-    return load_weights(source.directory, table, arenas, adapter_of(source, table));
+    const StoredWeights weights = stored_weights(source, table);
+    return (source.gguf ? source.gguf->warning() : "") +
+           load_weights(weights, table, arenas, adapter_of(source, table));
 }
 
 WeightSource open_weight_source(const ModelSource& source, const ParamTable& table) {
-    return open_weight_source(source.directory, table, adapter_of(source, table));
+    refuse_packed(source, "this");
+    return open_weight_source(stored_weights(source, table), adapter_of(source, table));
 }
 
 void save_model_files(const std::string& directory, const ModelConfig& config, const json& original_config,
-                      const std::vector<std::string>& carry_from) {
+                      const std::vector<ModelFiles>& carry_from) {
     write_json(join_path(directory, "config.json"), config_to_json(config, original_config));
     const std::set<std::string> carried = {"tokenizer.json", "tokenizer_config.json", "generation_config.json",
                                            "special_tokens_map.json", "added_tokens.json"};
-    for (const std::string& source : carry_from) {
-        if (source.empty()) continue;
-        for (const std::string& name : list_directory(source)) {
-            const bool wanted = carried.count(name) || starts_with(name, "chat_template.");
-            if (wanted) carry(join_path(source, name), join_path(directory, name));
-        }
-        const std::string more = join_path(source, MORE_TEMPLATES), target = join_path(directory, MORE_TEMPLATES);
-        if (!is_directory(more)) continue;
-        make_directories(target);
-        for (const std::string& name : list_directory(more)) carry(join_path(more, name), join_path(target, name));
+    for (const ModelFiles& source : carry_from) {
+        for (const std::string& name : source.names())
+            if (carried.count(name) || starts_with(name, "chat_template.")) carry(source, name, directory);
+        const std::vector<std::string> more = source.names(MORE_TEMPLATES);
+        if (!more.empty()) make_directories(join_path(directory, MORE_TEMPLATES));
+        for (const std::string& name : more) carry(source, name, directory);
     }
 }

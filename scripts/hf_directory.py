@@ -60,6 +60,15 @@ def split_halves(x, heads):
     return np.ascontiguousarray(x.reshape(heads, x.shape[0] // heads // 2, 2, *x.shape[1:]).swapaxes(1, 2)).reshape(x.shape)
 
 
+def run_program(*args):
+    """Runs train_gpt. Returns whether it failed, and what it wrote to stderr: at least a line if it failed."""
+    if not os.path.exists(PROGRAM):
+        raise ModelError(f"{PROGRAM}: not there; build it with `make`")
+    done = subprocess.run([PROGRAM, *args], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                          text=True, errors="replace")
+    return done.returncode != 0, done.stderr or (f"exit status {done.returncode}\n" if done.returncode else "")
+
+
 class Directory:
     """A directory that appears whole or not at all: `with Directory(path) as folder` gives the folder to write into. It
     appears only if `train_gpt info` can load it: the config, the names and shapes of the weights, the tokenizer."""
@@ -87,11 +96,9 @@ class Directory:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
     def load(self):
-        done = subprocess.run([PROGRAM, "info", self.temporary], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.PIPE, text=True, errors="replace")
-        if done.returncode:
-            lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
-            reason = lines[-1].removeprefix("train_gpt: info: ").replace(self.temporary, self.path)
+        failed, said = run_program("info", self.temporary)
+        if failed:
+            reason = said.splitlines()[-1].removeprefix("train_gpt: info: ").replace(self.temporary, self.path)
             raise ModelError(f"{reason} (what was written does not load, so it is removed)")
 
 

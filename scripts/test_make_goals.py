@@ -95,7 +95,8 @@ class MakeGoalsTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             stub = os.path.join(folder, "python")
             with open(stub, "w", encoding="utf-8") as file:
-                file.write(f"#!{sys.executable}\nimport json, sys\nprint('ARGV', json.dumps(sys.argv[1:]))\n")
+                file.write(f"#!{sys.executable}\nimport json, os, sys\nprint('ARGV', json.dumps(sys.argv[1:]))\n"
+                           "assert ('MAKE_DATA_VARIABLES' in os.environ) == (sys.argv[1] == 'data/make_data.py')\n")
             os.chmod(stub, 0o755)
             done = self.make(f"PYTHON={stub}", *args)
         self.assertEqual(done.returncode, 0, done.stdout)

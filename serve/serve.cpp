@@ -31,6 +31,7 @@ ServeOptions parse_serve(const Args& args) {
         "are those of requests that do not set them. SIGTERM or Ctrl-C stops when the running requests have ended.",
         "train_gpt serve");
     add_model_options(app, o.model);
+    add_weights_option(app, o.model.weights, true);
     app.add_option(
            "--adapter", o.adapters,
            "NAME=DIR: LoRA adapter of the model, which requests choose as model NAME; may be given several times")
@@ -86,10 +87,9 @@ std::vector<std::string> take_adapters(const std::vector<std::string>& given, st
     return directories;
 }
 
-ServedModel served_model(const ModelSource& source, const std::string& tokenizer_path, const std::string& name) {
-    const std::string directory = source.directory;
-    ServedModel m{{name}, Tokenizer(tokenizer_path), {}, source.config, {}, false, {}, {}, {}, 0, std::time(nullptr)};
-    if (ChatTemplate::exists(directory)) m.chat_template = std::make_unique<ChatTemplate>(directory);
+ServedModel served_model(const ModelSource& source, const std::string& name) {
+    ServedModel m{{name}, Tokenizer(source.files), {}, source.config, {}, false, {}, {}, {}, 0, std::time(nullptr)};
+    if (ChatTemplate::exists(source.files)) m.chat_template = std::make_unique<ChatTemplate>(source.files);
     m.start_tokens = {start_token(source.config, &m.tokenizer)};
     m.end_tokens = m.end_of_turn_tokens = end_tokens(source, &m.tokenizer);
     if (m.chats())
@@ -103,7 +103,7 @@ bool fits(const ModelSource& source, EngineOptions o, size_t adapters) {
     constexpr int64_t USUAL_RANK = 64;
     o.adapters = int64_t(adapters);
     o.adapter_rank = USUAL_RANK;
-    const Model model(source.config, {}, {o.dtype});
+    const Model model = inference_model(source.config, o.dtype, o.packing, o.nf4);
     const Engine engine(source.config, o, Stream{});
     const MemoryPlan plan = memory_plan(model, engine);
     const int64_t free = plan.available(device_memory_available(), device_bytes_in_use());
@@ -143,10 +143,9 @@ void run_serve(const Args& args) {
     const Context ctx;
     const ModelSource source = o.model.resolve(0);
     require(!source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
-    const std::string tokenizer_path = join_path(source.directory, "tokenizer.json");
-    require(path_exists(tokenizer_path), source.directory,
+    require(Tokenizer::exists(source.files), source.directory,
             " has no tokenizer.json, which reading and writing text needs; put the model's own beside config.json");
-    ServedModel model = served_model(source, tokenizer_path, o.name.empty() ? last_part(source.name) : o.name);
+    ServedModel model = served_model(source, o.name.empty() ? last_part(source.name) : o.name);
     const std::vector<std::string> adapters = take_adapters(o.adapters, model.names);
     Access access{o.host, o.key_file.empty() ? std::vector<std::string>() : read_keys(o.key_file), o.origins};
 
@@ -159,6 +158,7 @@ void run_serve(const Args& args) {
     engine_options.prompt_logprobs = true;
     engine_options.batch_invariant = o.batch_invariant;
     engine_options.all_batch_sizes = true;
+    take_weights(engine_options, source, o.model.weights);
     choose_sizes(source, o, engine_options);
     LoadedEngine m(ctx, source, engine_options, o.random_weights, adapters);
     model.context = engine_options.context;

@@ -3,6 +3,7 @@
 #include "kernels/generation/linear.h"
 
 #include "dev/bench/bench_util.h"
+#include "kernels/packed_weight.h"
 #include "runtime/device/blas_stream.h"
 
 namespace {
@@ -27,6 +28,33 @@ void layer(benchmark::State& state, DType T, bool with_norm, Activation f) {
         },
         stream());
     report_bytes(state, weight.bytes());
+}
+
+// Packed weights; any codes do, with scales of 1.
+template <Packing PACKING>
+void packed_linear(benchmark::State& state, DType T) {
+    const int64_t N = state.range(0), C = state.range(1), OC = state.range(2);
+    const BenchArray out(T, {N, OC}), inp(T, {N, C}), scratch = BenchArray::bytes(linear_scratch(N, C, OC, T, true)),
+                                                      rows = BenchArray::bytes(OC * packed_row_bytes(PACKING, C));
+    const PackedWeight weight{
+        PACKING, C,
+        make_tensor(rows.tensor().data, DType::U8, rows.tensor().device, {OC, packed_row_bytes(PACKING, C)})};
+    LinearWeights weights;
+    weights.packed = &weight;
+    run_bench(
+        state, [&] { linear({out}, inp, {}, weights, scratch, false, stream()); }, stream());
+    report_bytes(state, weight.rows.bytes());
+    state.counters["TMAC/s"] =
+        benchmark::Counter(double(N * C * OC) * 1e-12, benchmark::Counter::kIsIterationInvariantRate);
+}
+void linear_fp8(benchmark::State& state, DType T) {
+    packed_linear<Packing::Fp8>(state, T);
+}
+void linear_int8(benchmark::State& state, DType T) {
+    packed_linear<Packing::Int8>(state, T);
+}
+void linear_int4(benchmark::State& state, DType T) {
+    packed_linear<Packing::Int4>(state, T);
 }
 
 void norm_linear(benchmark::State& state, DType T) {
@@ -57,5 +85,11 @@ BENCH(norm_linear_gelu, NAMES, (Sizes{{1, 768, 3072}}),
 BENCH(norm_linear_swiglu, NAMES, (Sizes{{1, 576, 3072}}), (Sizes{{1, 2048, 16384}, {8, 2048, 16384}}));
 BENCH(linear_residual, NAMES, (Sizes{{1, 768, 768}, {1, 3072, 768}, {512, 3072, 768}}),
       (Sizes{{1, 768, 768}, {1, 3072, 768}, {64, 768, 768}, {64, 3072, 768}, {1, 8192, 2048}}));
+const Sizes PACKED_CPU = {{1, 576, 576},  {1, 576, 3072}, {1, 1536, 576},   {1, 576, 49152},
+                          {4, 576, 3072}, {8, 576, 3072}, {512, 576, 3072}, {512, 1536, 576}},
+            PACKED_GPU = {{1, 2048, 16384}, {8, 2048, 16384}, {64, 2048, 16384}, {512, 2048, 16384}};
+BENCH(linear_fp8, NAMES, PACKED_CPU, PACKED_GPU);
+BENCH(linear_int8, NAMES, PACKED_CPU, PACKED_GPU);
+BENCH(linear_int4, NAMES, PACKED_CPU, PACKED_GPU);
 
 }  // namespace

@@ -7,7 +7,7 @@ import numpy as np
 from harness import ROOT
 
 MODELS = os.path.join(ROOT, "dev", "fixtures", "models")
-DTYPES = {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "F64": "<f8", "I32": "<i4"}
+DTYPES = {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "F64": "<f8", "I32": "<i4", "U8": "|u1"}
 
 
 def bf16(x):

@@ -618,7 +618,7 @@ ModelConfig small_config() {
     return find_model("gpt2-tiny").config;
 }
 
-void save_checkpoint(const std::string& run_dir, int step, const std::vector<std::string>& carry_from = {}) {
+void save_checkpoint(const std::string& run_dir, int step, const std::vector<ModelFiles>& carry_from = {}) {
     const ParamTable table = small_table();
     std::vector<float> p = arena_of(table, step), m = arena_of(table, step + 1), v = arena_of(table, step + 2);
     char name[32];
@@ -745,7 +745,7 @@ TEST(Checkpoints, CopiesModelFiles) {
     }
     make_directories(dir.file("model/additional_chat_templates"));
     put_file(dir.file("model/additional_chat_templates/tool_use.jinja"), "model's");
-    save_model_files(dir.file("out"), small_config(), {{"unknown", 1}}, {"", dir.file("data"), dir.file("model")});
+    save_model_files(dir.file("out"), small_config(), {{"unknown", 1}}, {{}, dir.file("data"), dir.file("model")});
     EXPECT_EQ(read_file(dir.file("out/additional_chat_templates/tool_use.jinja")), "model's");
     EXPECT_EQ(list_directory(dir.file("out")),
               (std::vector<std::string>{"additional_chat_templates", "chat_template.jinja", "config.json",

@@ -139,6 +139,6 @@ TEST(DeclaredTokens, AreVariablesOfChatTemplates) {
 TEST(DeclaredTokens, TheSameTokenizerHasTheSameDeclaredTokens) {
     const ModelDirectory plain({}, {"<x>"}), same({{"tokenizer_config.json", R"({"eos_token": "<x>"})"}}, {"<x>"}),
         other({{"tokenizer_config.json", R"({"eos_token": "<y>"})"}}, {"<x>"});
-    EXPECT_TRUE(Tokenizer::same(plain.file("tokenizer.json"), same.file("tokenizer.json")));
-    EXPECT_FALSE(Tokenizer::same(plain.file("tokenizer.json"), other.file("tokenizer.json")));
+    EXPECT_TRUE(Tokenizer::same(plain.path(), same.file("tokenizer.json")));
+    EXPECT_FALSE(Tokenizer::same(plain.path(), other.file("tokenizer.json")));
 }

@@ -3,10 +3,12 @@
 #include "kernels/generation/decode_step.h"
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <numeric>
 
 #include "dev/oracle/reference.h"
+#include "dev/tests/packed_fixture.h"
 #include "dev/tests/test_util.h"
 #include "kernels/embedding.h"
 #include "kernels/generation/decode_attention.h"
@@ -22,6 +24,7 @@ struct ModelOptions {
     int64_t R;  // channels that RoPE rotates
     bool qkv_bias = false, head_bias = false, embedding_norm = false, qk_norm = false, qk_weights = false;
     std::vector<DecodeLayer> layer = {};  // empty: RoPE in all layers, no windows
+    std::optional<Packing> packing = {};
 
     DecodeLayer options(size_t l) const { return layer.empty() ? DecodeLayer{} : layer[l]; }
     int64_t columns() const { return (capacity + KV_PAGE - 1) / KV_PAGE; }  // of a page table
@@ -79,6 +82,8 @@ struct Fixture {
     const int64_t slots;
     uint64_t seed = 100;
     std::vector<std::unique_ptr<TestArray>> arrays;
+    std::vector<std::unique_ptr<DevicePacked>> packed;
+    std::map<const PackedWeight*, std::vector<double>> decoded;
     InferenceWeights weights;
     std::vector<LayerCache> cache;  // by layer, with page tables that differ
     TestArray table;
@@ -94,7 +99,10 @@ struct Fixture {
         const bool swiglu = z.activation == Activation::SwiGLU;
         const auto linear = [&](int64_t rows, int64_t columns) {
             LinearWeights w;
-            w.weight = random(T, {rows, columns}, 1 / std::sqrt(double(columns)));
+            if (z.packing)
+                w.packed = random_packed(rows, columns, 1 / std::sqrt(double(columns)));
+            else
+                w.weight = random(T, {rows, columns}, 1 / std::sqrt(double(columns)));
             if (z.biases || (z.qkv_bias && rows == qkv)) w.bias = random(T, {rows}, 0.1);
             return w;
         };
@@ -104,7 +112,10 @@ struct Fixture {
             if (z.biases) w.bias = random(DType::F32, {z.C}, 0.1);
             return w;
         };
-        weights.wte = random(T, {z.V, z.C}, 1);
+        if (z.packing)
+            weights.packed_wte = random_packed(z.V, z.C, 1);
+        else
+            weights.wte = random(T, {z.V, z.C}, 1);
         if (z.wpe) weights.wpe = random(T, {z.capacity, z.C}, 0.5);
         for (int64_t l = 0; l < z.layers; l++) {
             BlockWeights b;
@@ -132,7 +143,21 @@ struct Fixture {
         weights.normf = norm();
         if (z.embedding_norm) weights.embedding_norm = norm();
         if (z.head_bias) weights.head.bias = random(T, {z.V}, 0.5);
-        weights.head.weight = random(T, {z.V, z.C}, 1 / std::sqrt(double(z.C)));
+        if (z.packing)
+            weights.head.packed = random_packed(z.V, z.C, 1 / std::sqrt(double(z.C)));
+        else
+            weights.head.weight = random(T, {z.V, z.C}, 1 / std::sqrt(double(z.C)));
+    }
+    const PackedWeight* random_packed(int64_t rows, int64_t columns, double scale) {
+        const TestArray values = TestArray::random({rows, columns}, seed++, scale);
+        const HostPacked on_host(*z.packing, values.values(), rows, columns);
+        packed.push_back(std::make_unique<DevicePacked>(on_host));
+        const PackedWeight* const weight = &*packed.back();
+        decoded[weight] = on_host.decoded();
+        return weight;
+    }
+    const double* host(const Tensor& t, const PackedWeight* of_packed) const {
+        return of_packed ? decoded.at(of_packed).data() : host(t).data();
     }
     Tensor random(DType dtype, std::initializer_list<int64_t> shape, double scale, double shift = 0) {
         arrays.push_back(std::make_unique<TestArray>(TestArray::random(dtype, shape, seed++, scale, shift)));
@@ -162,6 +187,7 @@ struct Fixture {
         m.embedding_norm = z.embedding_norm;
         m.head_bias = z.head_bias;
         m.layer_options = z.layer;
+        m.packing = z.packing;
         return m;
     }
 };
@@ -183,13 +209,14 @@ std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& sequen
                    : reference::rmsnorm_forward(x.data(), nullptr, data(w.weight), f.model().eps, n, z.C).out.value;
     };
     const auto matmul = [&](const std::vector<double>& x, const LinearWeights& w, int64_t K, int64_t rows) {
-        return reference::matmul_forward(x.data(), data(w.weight), data(w.bias), n, K, rows).value;
+        return reference::matmul_forward(x.data(), f.host(w.weight, w.packed), data(w.bias), n, K, rows).value;
     };
     const auto add = [](std::vector<double>& x, const std::vector<double>& y) {
         for (size_t i = 0; i < x.size(); i++) x[i] += y[i];
     };
     std::vector<double> x =
-        reference::embedding_forward(sequence.data(), position.data(), data(f.weights.wte), data(f.weights.wpe), n, z.C)
+        reference::embedding_forward(sequence.data(), position.data(), f.host(f.weights.wte, f.weights.packed_wte),
+                                     data(f.weights.wpe), n, z.C)
             .value;
     if (z.embedding_norm) x = norm(x, f.weights.embedding_norm);
     for (size_t l = 0; l < f.weights.blocks.size(); l++) {
@@ -230,8 +257,9 @@ std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& sequen
         add(x, matmul(act, b.fcproj, z.FFN, z.C));
     }
     const std::vector<double> last = norm(x, f.weights.normf);
-    return reference::matmul_forward(&last[size_t((n - 1) * z.C)], data(f.weights.head.weight),
-                                     data(f.weights.head.bias), 1, z.C, z.V)
+    const LinearWeights& head = f.weights.head;
+    return reference::matmul_forward(&last[size_t((n - 1) * z.C)], f.host(head.weight, head.packed), data(head.bias), 1,
+                                     z.C, z.V)
         .value;
 }
 
@@ -286,13 +314,16 @@ class Runner {
         const TestArray x = TestArray::poisoned(f.T, {N, z.C}), qkv = TestArray::poisoned(f.T, {N, qkv_channels}),
                         att = TestArray::poisoned(f.T, {N, Q}), act = TestArray::poisoned(f.T, {N, z.FFN});
         const TestArray scratch = TestArray::scratch(
-            linear_scratch(N, std::max({z.C, Q, z.FFN}), std::max({2 * z.FFN, qkv_channels, z.V}), f.T));
+            linear_scratch(N, std::max({z.C, Q, z.FFN}), std::max({2 * z.FFN, qkv_channels, z.V}), f.T, true));
         const auto layer = [&](const Tensor& out, const Tensor& inp, const NormWeights& n, const LinearWeights& w,
                                Activation activation, const Tensor& residual) {
             linear({out, activation, residual}, inp, {n.weight, n.bias, f.model().eps, z.centred}, w, scratch, false,
                    Stream{});
         };
-        embedding_forward(x, ids, embedded, f.weights.wte, f.weights.wpe, Stream{});
+        if (f.weights.packed_wte)
+            embedding_forward(x, ids, embedded, *f.weights.packed_wte, f.weights.wpe, Stream{});
+        else
+            embedding_forward(x, ids, embedded, f.weights.wte, f.weights.wpe, Stream{});
         const NormWeights& e = f.weights.embedding_norm;
         if (e.weight && z.centred)
             layernorm_forward({.out = x, .inp = x, .weight = e.weight, .bias = e.bias, .eps = f.model().eps}, Stream{});
@@ -351,13 +382,12 @@ int32_t token_of(const Fixture& f, int64_t sequence, int64_t step) {
     return int32_t(philox(9, uint64_t(sequence), uint64_t(step)).v[0] % uint32_t(f.z.V));
 }
 
-TEST_P(DecodeStep, MatchesOracle) {
-    std::vector<ModelOptions> models = EXTENDED;
-    models.insert(models.end(), {GPT2, LLAMA, WIDE});
+void expect_oracle(const std::vector<ModelOptions>& models, DType T) {
     for (size_t model = 0; model < models.size(); model++) {
-        const Fixture f(models[model], activation(), 8);
+        const Fixture f(models[model], T, 8);
+        std::map<std::vector<int32_t>, std::vector<double>> known;  // by sequence, which batches share
         for (const int64_t N : {1, 2, 3, 8}) {
-            for (const bool fused : ways(f, N)) {
+            for (const bool fused : DecodeStep::ways(f, N)) {
                 std::vector<int32_t> slots;
                 for (int64_t n = 0; n < N; n++) slots.push_back(int32_t((3 * n + 1) % 8));
                 Runner runner(f, slots, fused);
@@ -375,14 +405,45 @@ TEST_P(DecodeStep, MatchesOracle) {
                     const std::vector<std::vector<double>> logits = runner.step(step);
                     for (int64_t n = 0; n < N; n++) {
                         if (step[size_t(n)] < 0 || (s + 1 < steps && s % 4 != 0)) continue;
+                        const std::vector<int32_t>& sequence = sequences[size_t(n)];
+                        if (!known.count(sequence)) known[sequence] = formula(f, sequence);
                         expect_logits(
-                            logits[size_t(n)], formula(f, sequences[size_t(n)]), activation(),
+                            logits[size_t(n)], known[sequence], T,
                             str("model ", model, " N ", N, " sequence ", n, " step ", s, fused ? " fused" : ""));
                     }
                 }
             }
         }
     }
+}
+
+// Those that the fused step supports with packed weights, in each packing. Parts of rows, warps without a group, and
+// rows of as many groups as there are in a model of 1B parameters.
+std::vector<ModelOptions> packed_models(DType T) {
+    std::vector<ModelOptions> models;
+    for (const Packing packing : ALL_PACKINGS) {
+        if (backend_device() == Device::CPU && packing != Packing::Fp8) continue;  // x is quantised: test_linear.cpp
+        if (backend_device() == Device::CUDA && T == DType::F32) continue;         // the fused step needs 16 bits
+        std::vector<ModelOptions> those = {GPT2, LLAMA, WIDE, EXTENDED[3], EXTENDED.back(), LLAMA};
+        those[5].layers = 1;
+        those[5].FFN = 8192;
+        for (ModelOptions& z : those) {
+            z.packing = packing;
+            z.FFN = (z.FFN + PACKED_GROUP - 1) / PACKED_GROUP * PACKED_GROUP;
+            models.push_back(z);
+        }
+    }
+    return models;
+}
+
+TEST_P(DecodeStep, MatchesOracle) {
+    std::vector<ModelOptions> models = EXTENDED;
+    models.insert(models.end(), {GPT2, LLAMA, WIDE});
+    expect_oracle(models, activation());
+}
+
+TEST_P(DecodeStep, PackedWeightsMatchOracle) {
+    expect_oracle(packed_models(activation()), activation());
 }
 
 // Contexts of several KV splits, and of more splits than are combined at a time; several query tiles. The fused step is
@@ -418,6 +479,7 @@ TEST_P(DecodeStep, LongContextsMatchOracle) {
 TEST_P(DecodeStep, BitsDoNotDependOnTheBatch) {
     std::vector<ModelOptions> models = EXTENDED;
     models.insert(models.end(), {GPT2, LLAMA});
+    for (const ModelOptions& packed : packed_models(activation())) models.push_back(packed);
     for (const ModelOptions& options : models) {
         const Fixture f(options, activation(), 8);
         for (const bool fused : ways(f, 8)) {
@@ -458,6 +520,11 @@ TEST_P(DecodeStep, InvalidArgumentsAreErrors) {
     m = f.model();
     const TestArray scratch = TestArray::scratch(decode_step_scratch(m));
     EXPECT_THROW(decode_step_prepare(scratch, m, f.weights, {}, Stream{}), Error);
+    DecodeModel packed = m;
+    packed.packing = Packing::Int8;
+    const TestArray for_packed = TestArray::scratch(std::max<int64_t>(decode_step_scratch(packed), 1));
+    EXPECT_EQ(decode_step_max_batch(packed), f.T == DType::F32 ? 0 : 2);
+    EXPECT_THROW(decode_step_prepare(for_packed, packed, f.weights, f.cache, Stream{}), Error);
     InferenceWeights wrong = f.weights;
     wrong.blocks[1].proj = wrong.blocks[1].fc;
     EXPECT_THROW(decode_step_prepare(scratch, m, wrong, f.cache, Stream{}), Error);

@@ -28,7 +28,7 @@ from harness import DRIVER, ENVIRONMENT, ROOT, run, sanitized
 sys.path.insert(0, os.path.join(ROOT, "scripts"))
 import check_docs  # noqa: E402
 
-RUN = "README.md docs/use/*.md"
+RUN = "README.md docs/use/*.md dev/testing.md dev/library.md"
 READ = RUN + " docs/understand/*.md dev/README.md"
 STEPS = 3          # that a training run takes at least before it is stopped
 BLOCK_S = 300

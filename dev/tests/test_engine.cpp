@@ -251,6 +251,50 @@ TEST(Engine, StepAllocatesNothing) {
 
 // Dynamic NTK scaling rotates a prompt by the angles of its length, as forward() does, and each later token by those of
 // the new length. Keys in the cache keep their angles. A decode step equals a prefill of one token.
+// QLoRA's adapters on their NF4 base: the logits of the dequantised weights with the adapter merged.
+TEST(Engine, AdaptersOnNf4Bases) {
+    ModelConfig c = long_config();
+    c.channels = 64;
+    c.heads = c.head_size = 8;
+    c.ffn = 128;
+    for (const DType dtype : generation_dtypes(c)) {
+        Driver d(c, training_shape(1, 8, dtype));
+        d.randomise(3);
+        const Model model = inference_model(c, dtype, {}, true);
+        const_cast<Model&>(model).allocate(d.ctx);
+        for (const Param& p : model.table.params) {
+            std::vector<float> values = fetch_param(d.model, p);
+            if (!Nf4Base::quantises(p)) {
+                values.resize(size_t(p.padded_numel()));
+                model.arenas.store(p, values.data(), 0, p.padded_numel());
+                continue;
+            }
+            model.nf4->store(p, values.data());
+            const TestArray out = TestArray::poisoned({p.rows * p.cols});
+            nf4_dequantise(out.tensor(), model.nf4->matrix(p), d.ctx.stream);
+            const std::vector<float> exact = fetch_floats(d.ctx, out);
+            d.model.arenas.store(p, exact.data(), 0, p.numel());
+        }
+        const RandomAdapters adapters(d.model, 1, 8);
+        Driver merged(c, training_shape(1, 8, DType::F32));
+        adapters.merge_into(merged, d, 0);
+        EngineOptions o = engine_options(2, 12);
+        o.nf4 = true;
+        Generation g(model, o, &adapters, 1);
+        std::vector<Prompt> prompts{{0, random_tokens(c, 5, 1), 0, 0}, {1, random_tokens(c, 3, 2), 0, 0}};
+        prompts[1].adapter = 0;
+        std::vector<std::vector<int32_t>> sequences{prompts[0].tokens, prompts[1].tokens};
+        for (int step = 0; step < 4; step++) {
+            const std::vector<std::vector<float>> logits = step ? g.decode() : g.prefill(prompts);
+            for (size_t i = 0; i < 2; i++) {
+                expect_same_logits(logits[i], logits_after(i ? merged : d, sequences[i]),
+                                   str(dtype_name(dtype), ", sequence ", i, " step ", step), dtype);
+                sequences[i].push_back(g.sampled[i]);
+            }
+        }
+    }
+}
+
 TEST(Engine, DynamicRopeFollowsSequenceLength) {
     ModelConfig c = long_config();
     c.rope_scaling.kind = RopeScaling::Kind::Dynamic;
@@ -567,7 +611,7 @@ TEST(Engine, InvalidArgumentsAreErrors) {
             Engine engine(driver.model.config, engine_options(2, 8), driver.ctx.stream);
             engine.allocate(adapted);
         },
-        "engine: weights in NF4 or with adapters; merge the adapters first");
+        "engine: weights with training's adapters; give those of InferenceWeights");
 }
 
 // Layers with a window equal recomputation, for prompts shorter and longer than it, in one pass with others and

@@ -46,6 +46,47 @@ class FinetuningTest(BaseRunTest):
         self.assertNotIn("defaults for", done.stderr)
         self.assertEqual(log(os.path.join(self.top, "given"))[-1]["step"], 6)
 
+    def test_few_conversations(self):
+        """A run from a checkpoint takes smaller steps where 3 epochs are less than 50 of them and nothing says how large
+        a step is. One line says so where a run has less than 20 steps."""
+        examples = [(f"{i:04} + ", "1234") for i in range(40)]
+        data = {n: self.make_examples(f"few_{n}", examples[:n], "--val", "0") for n in (5, 10, 40)}
+
+        def lengths(n, *options):
+            out = os.path.join(self.top, "few")
+            model = [] if "--model" in options else ["--model", self.base]
+            done = run("train", *model, "--data", data[n], "--out", out, "--seq-len", 16, "--dtype", "fp32", *options)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            toml = dict(line.split("=") for line in text_of(os.path.join(out, "run.toml")).split() if "=" in line)
+            self.assertEqual(log(out)[-1]["step"], int(toml["steps"]))
+            shutil.rmtree(out)
+            said = [line for line in done.stderr.splitlines() if line.startswith(("the whole run", "defaults for"))]
+            return int(toml["batch-size"]), int(toml["steps"]), "\n".join(said)
+
+        batch, steps, said = lengths(40)  # each example fills a sequence: 30 steps of 4, 60 of 2
+        self.assertEqual((batch, steps), (2, 60))
+        self.assertIn("--epochs 3 --batch-size 2 --warmup 1 --weight-decay 0 (from scratch: 6e-4, 1000 steps, batch size 4, ",
+                      said)
+        self.assertNotIn("the whole run", said)
+        self.assertEqual(lengths(40, "--epochs", 5)[:2], (4, 50))
+        self.assertEqual(lengths(10)[:2], (1, 30))
+        batch, steps, said = lengths(5)
+        self.assertEqual((batch, steps), (1, 15))
+        self.assertTrue(said.endswith("the whole run is 15 steps; if it learns too little, raise --epochs (now 3)"),
+                        said)
+        # What is given stays.
+        self.assertEqual(lengths(5, "--batch-size", 4), (4, 4, said.replace(" --batch-size 1", "").replace(
+            " batch size 4,", "").replace("is 15", "is 4").replace(
+                "(now 3)", "(now 3) or lower --batch-size (now 4)")))
+        batch, steps, said = lengths(5, "--total-batch-tokens", 128)
+        self.assertEqual((batch, steps), (4, 2))
+        self.assertIn("whole run is 2 steps; if it learns too little, raise --epochs (now 3) or lower "
+                      "--total-batch-tokens (now 128)", said)
+        batch, steps, said = lengths(5, "--steps", 3)
+        self.assertEqual((batch, steps), (4, 3))
+        self.assertNotIn("the whole run", said)
+        self.assertEqual(lengths(5, *MODEL, "--epochs", 1), (4, 2, ""))
+
     def test_prompts_are_not_loss_tokens(self):
         # All training sequences hold the same 32 tokens and every third one is a prompt: the loss tokens have the mean
         # loss and the mean gradient of a run in which all tokens are loss tokens.
@@ -132,8 +173,10 @@ class FinetuningTest(BaseRunTest):
         info = json.loads(run("info", data, "--json").stdout)
         self.assertEqual(info["val"]["loss_tokens"], meta["val"]["loss_tokens"])
         scores = json.loads(run("eval", "--model", self.base, "--data", data, "--json").stdout)
-        self.assertEqual(scores["tokens"], meta["val"]["loss_tokens"])
-        self.assertIsNone(scores["bits_per_byte"])
+        self.assertEqual(scores["loss_tokens"], meta["val"]["loss_tokens"])
+        self.assertEqual(list(scores), ["loss_tokens", "val_loss", "perplexity"])
+        lines = run("eval", "--model", self.base, "--data", data).stdout.splitlines()
+        self.assertEqual([line.split()[0] for line in lines], list(scores))
 
     def test_packed_examples(self):
         examples = [(f"{i} + {i * 7 % 30} = ", str(i + i * 7 % 30) + "." * (i * i % 17)) for i in range(300)]
@@ -144,6 +187,8 @@ class FinetuningTest(BaseRunTest):
         trainer = json.loads(text_of(os.path.join(run_dir, "step_00000008", "trainer.json")))
         self.assertEqual(trainer["pack"], "examples")
         self.assertLess(losses(run_dir)[8], losses(run_dir)[1])
+        evaluated = [line for line in log(run_dir) if "val_loss" in line]
+        self.assertEqual([list(line) for line in evaluated], [["step", "val_loss"]] * len(evaluated))
         done = run(*self.train_args("packed_again", *args, "--steps", 1))
         self.assertRegex(done.stderr, r"training tokens: 2\d\d examples in \d+ training sequences "
                                       r"\(\d\.\d% padding, 0 longer")
@@ -180,9 +225,9 @@ class FinetuningTest(BaseRunTest):
         data = self.make_examples("alone", examples, "--val", "0.5")
         scores = [json.loads(run("eval", "--model", self.base, "--data", data, "--json", "--seq-len", n).stdout)
                   for n in (19, 20, 37, 38, 64)]
-        self.assertEqual(scores[0]["tokens"], 30 * 5)
+        self.assertEqual(scores[0]["loss_tokens"], 30 * 5)
         for score in scores:  # 19: each alone; 38 and more: two or three in a sequence
-            self.assertEqual(score["tokens"], scores[0]["tokens"])
+            self.assertEqual(score["loss_tokens"], scores[0]["loss_tokens"])
             self.assertAlmostEqual(score["val_loss"] / scores[0]["val_loss"], 1, delta=1e-6)
         done = run("eval", "--model", self.base, "--data", data, "--seq-len", 18, "--too-long", "skip")
         self.assertEqual((done.returncode, done.stderr.count("\n")), (1, 1), done.stderr)

@@ -22,13 +22,16 @@
 #include "data/token_files.h"
 #include "data/tokenizer.h"
 #include "data/tokenizer_import.h"
+#include "data/tokenizer_json.h"
 #include "dev/tests/fixtures.h"
 #include "dev/tests/saved_state.h"
 #include "dev/tests/temp_dir.h"
 #include "dev/tests/tokenizer_fixture.h"
 #include "infer/prompts.h"
+#include "model.h"
 #include "models/bin_models.h"
 #include "models/family.h"
+#include "models/gguf_writer.h"
 #include "runtime/files/log.h"
 #include "runtime/rng.h"
 
@@ -361,6 +364,28 @@ TEST_F(Fuzz, SafetensorsShardsAndIndex) {
     }
 }
 
+TEST_F(Fuzz, Gguf) {
+    for (const char* name : {"llama-gqa", "gpt2-fp16"}) {
+        const std::string folder = copy_model(name), path = dir.file(str(name, ".gguf"));
+        const json added = json::array({added_token(3, "<|endoftext|>")}), merges = json::array({{"a", "b"}});
+        put_file(folder + "/chat_template.jinja", "{{ messages }}");
+        put_file(folder + "/tokenizer.json",
+                 byte_level_tokenizer({"a", "b", "ab", "<|endoftext|>"}, merges, added, "qwen2", {}).dump());
+        {
+            const ModelSource source = find_model(folder);
+            const ParamTable table = parameter_table(source.config, 1);
+            write_gguf(path, source, source.files, table, open_weight_source(source, table), {true, GgufType::Q8_0});
+        }
+        fuzz(path, read_file(path), {4000, false}, 500, [&] {
+            const ModelSource source = find_model(path);
+            const ParamTable table = parameter_table(source.config, 1);
+            read_weights(open_weight_source(source, table), table);
+            generation_config(source);
+            if (Tokenizer::exists(source.files)) Tokenizer(source.files).encode(TEXT);
+        });
+    }
+}
+
 TEST_F(Fuzz, TrainingState) {
     const ParamTable table = table_of(fixture_directory("gpt2-fp16"));
     std::vector<float> arenas[3];
@@ -512,7 +537,7 @@ TEST_F(Fuzz, MultipleChoiceQuestions) {
 
 TEST_F(Fuzz, GenerationConfig) {
     ModelSource source;
-    source.directory = dir.path();
+    source.files = dir.path();
     const std::string path = dir.file("generation_config.json");
     fuzz(path, R"({"bos_token_id": 1, "eos_token_id": [2, 128001, 7], "temperature": 0.6, "more": {"a": [null]}})",
          {1 << 20, true}, 200, [&] { end_tokens(source, nullptr); });

@@ -124,7 +124,7 @@ TEST(Prompts, SeparatedByLinesOfDashes) {
 TEST(Prompts, EndTokensComeFromTheModelAndItsGenerationConfig) {
     const TempDir dir;
     ModelSource source;
-    source.directory = dir.path();
+    source.files = dir.path();
     source.config.vocab_size = 100;
     source.config.eos = 7;
     const auto ends = [&](const std::string& file) {
@@ -154,7 +154,7 @@ TEST(Prompts, EndTokensAreAddedToTheGenerationConfig) {
     // A fresh model; a base without the file, whose config.json says what transformers takes.
     add_end_tokens(out.path(), source, {9});
     EXPECT_EQ(read_json(path), nlohmann::json({{"eos_token_id", {7, 9}}, {"bos_token_id", 1}}));
-    source.directory = base.path();
+    source.files = base.path();
     source.original_config = {{"eos_token_id", {7, 8}}, {"pad_token_id", 0}};
     add_end_tokens(out.path(), source, {9, 8});
     EXPECT_EQ(read_json(path), nlohmann::json({{"eos_token_id", {7, 8, 9}}, {"bos_token_id", 1}, {"pad_token_id", 0}}));

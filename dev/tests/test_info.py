@@ -74,6 +74,14 @@ class InfoTest(BaseRunTest):
         self.assertEqual(set(everything) - set(of_groups), {"--model", "--base", "--dtype", "--data", "--out", "--resume",
                                                             "--config", "--seed"})  # the options without a group
         self.assertIn("--momentum", options("--help", "muon"))
+        self.assertLess({"--optimizer", "--fit"}, set(short))
+        text = " ".join(run("train", "--help").stdout.split())
+        for option in "--model", "--data":
+            self.assertIn(f"{option} TEXT required without --resume: ", text)
+        self.assertIn("--out TEXT REQUIRED ", text)
+        self.assertIn("preset ('--help shape' lists them)", text)
+        for command in "train", "plan":
+            self.assertRegex(run(command, "--help", "shape").stdout, r"Presets, .*: gpt2-tiny, .*modern-tiny, .*qwen3-0\.6B")
         self.assertEqual(options("-h"), short)
         done = run("train", "--help", "mun")
         self.assertEqual(done.returncode, 2)

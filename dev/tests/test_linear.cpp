@@ -3,7 +3,13 @@
 #include "kernels/generation/linear.h"
 
 #include "dev/oracle/reference.h"
+#include "dev/tests/packed_fixture.h"
 #include "dev/tests/test_util.h"
+#include "kernels/nf4.h"
+#include "kernels/nf4_values.h"
+#ifndef USE_CUDA
+#include "kernels/generation/packed_linear.h"
+#endif
 #include "runtime/device/blas_stream.h"
 
 namespace {
@@ -231,6 +237,317 @@ TEST_P(Linear, BitsDoNotDependOnThreads) {
         return out.fetch();
     });
 }
+
+// Weights of a Case that are not in T, with all that surrounds a layer, against the oracle on the dequantised weights.
+void check_converted(const Case& c, DType T, LinearWeights weights, const std::vector<double>& decoded) {
+    SCOPED_TRACE(str("N ", c.N, " C ", c.C, " OC ", c.OC, " norm ", int(c.norm), " f ", int(c.f), " gap ", c.gap));
+    const Arrays a(c, T);
+    const int64_t ld = a.columns + c.gap;
+    const TestArray out = TestArray::poisoned(T, {c.N, ld});
+    if (c.bias) weights.bias = a.bias;
+    const int64_t bytes = weights.nf4 ? linear_nf4_scratch(c.N, c.C, c.OC, T) : linear_scratch(c.N, c.C, c.OC, T, true);
+    linear({out.tensor().columns(0, a.columns), c.f, c.residual ? a.residual.tensor().columns(0, a.columns) : Tensor{}},
+           a.inp.tensor().columns(0, c.C), a.norm(c), weights, TestArray::scratch(bytes), false, stream());
+    synchronize(stream());
+    const reference::Values ref = oracle(c, take_columns(a.inp.values(), c.C + c.gap, c.C), decoded, a.bias.values(),
+                                         take_columns(a.residual.values(), c.OC + c.gap, a.columns),
+                                         a.norm_weight.values(), a.norm_bias.values(), double(1e-5f));
+    expect_close("out", take_columns(out.fetch(), ld, a.columns), ref.value, ref.mag, c.C, a.columns, T, 3);
+    expect_gaps_untouched("out", out.fetch(), ld, a.columns);
+}
+
+// Every kernel of a GPU: GEMV, small batches with and without clusters, and the library.
+const std::vector<Case> CONVERTED = [] {
+    std::vector<Case> cases;
+    for (const int64_t N : {1, 3, 8, 9, 17, 40, 64, 66})
+        for (const int64_t C : {64, 448}) {
+            for (const NormKind norm : {NormKind::None, NormKind::LayerNorm, NormKind::RMSNorm})
+                for (const Activation f : {Activation::None, Activation::GELU, Activation::SwiGLU})
+                    cases.push_back({N, C, 70, norm, f, N % 2 == 0});
+            cases.push_back({N, C, 50, NormKind::None, Activation::None, true, true});
+            cases.push_back({N, C, 50, NormKind::RMSNorm, Activation::None, true, true, 3});
+        }
+    for (const int64_t N : {1, 12, 64, 65}) {
+        cases.push_back({N, 128, 13000, NormKind::RMSNorm, Activation::SwiGLU, true});
+        cases.push_back({N, 4096, 96, NormKind::None, Activation::None, true, true, 8});
+    }
+    return cases;
+}();
+
+TEST_P(Linear, PackedWeightsWithNormsActivationsResiduals) {
+    for (const Packing packing : ALL_PACKINGS) {
+        if (backend_device() == Device::CPU && packing != Packing::Fp8) continue;  // x is quantised: see below
+        for (const Case& c : CONVERTED) {
+            const HostPacked host(packing, TestArray::random({c.OC, c.C}, 7, 1 / std::sqrt(double(c.C))).values(), c.OC,
+                                  c.C);
+            const DevicePacked device(host);
+            LinearWeights weights;
+            weights.packed = &device;
+            check_converted(c, activation(), weights, host.decoded());
+        }
+    }
+}
+
+// A weight of NF4 matrices below each other, on the device, and dequantised in fp32.
+struct Nf4Arrays {
+    std::vector<std::unique_ptr<TestArray>> arrays;
+    Nf4Matrix matrix;
+    std::vector<double> decoded;
+
+    Nf4Arrays(const std::vector<int64_t>& rows, int64_t C) : matrix{0, C, {}} {
+        for (const int64_t part : rows) add(part, C);
+    }
+    void add(int64_t rows, int64_t C) {
+        const int64_t n = rows * C;
+        const std::vector<double> values =
+            TestArray::random({rows, C}, 11 + uint64_t(matrix.rows), 1 / std::sqrt(double(C))).values();
+        const std::vector<float> w(values.begin(), values.end());
+        std::vector<uint8_t> codes(size_t(n / 2)), absmax_codes(size_t(nf4_blocks(n)));
+        std::vector<float> group_absmax(size_t(nf4_groups(n))), mean(1);
+        nf4_quantise({host_tensor(codes.data(), {n / 2}), host_tensor(absmax_codes.data(), {nf4_blocks(n)}),
+                      host_tensor(group_absmax.data(), {nf4_groups(n)}), host_tensor(mean.data(), {1})},
+                     host_tensor(w.data(), {n}));
+        const auto keep = [&](TestArray array) {
+            arrays.push_back(std::make_unique<TestArray>(std::move(array)));
+            return arrays.back()->tensor();
+        };
+        const Nf4Weights device{keep(TestArray::bytes(codes.data(), n / 2)),
+                                keep(TestArray::bytes(absmax_codes.data(), nf4_blocks(n))),
+                                keep(TestArray::of({group_absmax.begin(), group_absmax.end()}, {nf4_groups(n)})),
+                                keep(TestArray::of({mean[0]}, {1}))};
+        matrix.parts.push_back({matrix.rows, rows, device});
+        matrix.rows += rows;
+        const std::array<float, 256> of_absmax = nf4_absmax_values();
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t block = i / NF4_BLOCK;
+            const double absmax =
+                double(of_absmax[absmax_codes[size_t(block)]]) * double(group_absmax[size_t(block / NF4_GROUP)]) +
+                double(mean[0]);
+            const uint8_t pair = codes[size_t(i / 2)];
+            decoded.push_back(double(NF4_VALUES[i % 2 ? pair & 15 : pair >> 4]) * absmax);
+        }
+    }
+};
+
+TEST_P(Linear, Nf4Weights) {
+    for (const Case& c : CONVERTED) {
+        const int64_t half = c.OC / 2;
+        for (const std::vector<int64_t>& parts :
+             {std::vector<int64_t>{c.OC}, std::vector<int64_t>{half, half - 9, c.OC - 2 * half + 9}}) {
+            if (c.OC > 100 && (parts.size() > 1 || c.N > 12)) continue;
+            const Nf4Arrays a(parts, c.C);
+            LinearWeights weights;
+            weights.nf4 = &a.matrix;
+            check_converted(c, activation(), weights, a.decoded);
+        }
+    }
+}
+
+// More rows than are dequantised at a time.
+TEST_P(Linear, WeightsOfSeveralTiles) {
+    if (backend_device() == Device::CPU) GTEST_SKIP() << "a tile is what a GPU dequantises at a time";
+    if (activation() != DType::BF16) GTEST_SKIP() << "36 million weights take a while, and one dtype is enough";
+    const Case c{70, 8192, 4400};
+    const TestArray inp = TestArray::random(activation(), {c.N, c.C}, 1);
+    const HostPacked host(Packing::Int8, TestArray::random({c.OC, c.C}, 7, 0.01).values(), c.OC, c.C);
+    const DevicePacked device(host);
+    const Nf4Arrays nf4({c.OC}, c.C);
+    for (const bool packed : {false, true}) {
+        LinearWeights weights, in_dtype;
+        const TestArray dense = TestArray::of(activation(), packed ? host.decoded() : nf4.decoded, {c.OC, c.C}),
+                        out = TestArray::poisoned(activation(), {c.N, c.OC}),
+                        expected = TestArray::poisoned(activation(), {c.N, c.OC}),
+                        scratch = TestArray::scratch(linear_nf4_scratch(c.N, c.C, c.OC, activation()));
+        if (packed)
+            weights.packed = &device;
+        else
+            weights.nf4 = &nf4.matrix;
+        in_dtype.weight = dense;
+        linear({out}, inp, {}, weights, scratch, false, stream());
+        linear({expected}, inp, {}, in_dtype, scratch, false, stream());
+        synchronize(stream());
+        const std::vector<double> ref = expected.fetch();
+        const std::vector<double> mag(ref.size(), double(c.C) * 0.8 * 0.008);  // E|x|·E|w|
+        expect_close("out", out.fetch(), ref, mag, c.C, c.OC, activation(), 2);
+    }
+}
+
+// Packed weights against float64 on the dequantised ones.
+//
+// On the CPU x is quantised for Int8 and Int4: a value moves by at most half a step, |x|max/254 of its group, and by
+// fp32 roundings of x/d and d that are 2⁻¹⁶ of that. So y moves by no more than
+//   Σ_g |x|max(g)/254 · Σ_{c in g} |w[o, c]|                                                              (bound)
+// and the roundings are independent, each of variance step²/12, so that the RMS over many outputs is
+//   √(Σ_g (|x|max(g)/127)²/12 · Σ_{c in g} w²)                                                            (expected)
+// which must hold to 15%: a code that is off by one, or a scale of the wrong group, gives more.
+struct PackedCase {
+    Packing packing;
+    int64_t N, C, OC;
+    bool bias = false, residual = false;
+};
+
+struct PackedArrays {
+    PackedCase c;
+    TestArray inp, bias, residual;
+    HostPacked host;
+    DevicePacked weight;
+
+    PackedArrays(const PackedCase& which, DType T)
+        : c(which),
+          inp(TestArray::random(T, {c.N, c.C}, 1)),
+          bias(TestArray::random(T, {c.OC}, 3)),
+          residual(TestArray::random(T, {c.N, c.OC}, 4)),
+          host(c.packing, TestArray::random({c.OC, c.C}, 2, 1 / std::sqrt(double(c.C))).values(), c.OC, c.C),
+          weight(host) {}
+    std::vector<double> run(DType T, bool batch_invariant = false, int64_t first = 0, int64_t count = -1) const {
+        const int64_t N = count < 0 ? c.N : count;
+        const TestArray out = TestArray::poisoned(T, {N, c.OC});
+        LinearWeights weights;
+        weights.packed = &weight;
+        if (c.bias) weights.bias = bias;
+        linear({out, Activation::None, c.residual ? residual.tensor().rows(first, first + N) : Tensor{}},
+               inp.tensor().rows(first, first + N), {}, weights,
+               TestArray::scratch(linear_scratch(N, c.C, c.OC, T, true)), batch_invariant, stream());
+        synchronize(stream());
+        return out.fetch();
+    }
+};
+
+void check_packed(const PackedCase& c, DType T) {
+    SCOPED_TRACE(str(name_of(c.packing), " N ", c.N, " C ", c.C, " OC ", c.OC, " bias ", c.bias));
+    const PackedArrays a(c, T);
+    const std::vector<double> got = a.run(T), w = a.host.decoded(), &x = a.inp.values();
+    const bool quantised = backend_device() == Device::CPU && c.packing != Packing::Fp8;
+    reference::Values ref(c.N * c.OC);
+    double error = 0, expected = 0;
+    for (int64_t n = 0; n < c.N; n++)
+        for (int64_t o = 0; o < c.OC; o++) {
+            reference::Value sum;
+            double bound = 0, variance = 0;
+            for (int64_t g = 0; g < c.C; g += PACKED_GROUP) {
+                double largest = 0, magnitudes = 0, squares = 0;
+                for (int64_t i = g; i < g + PACKED_GROUP; i++) {
+                    const double xi = x[size_t(n * c.C + i)], wi = w[size_t(o * c.C + i)];
+                    sum.add(xi * wi, std::fabs(xi * wi));
+                    largest = std::max(largest, std::fabs(xi));
+                    magnitudes += std::fabs(wi);
+                    squares += wi * wi;
+                }
+                bound += largest / 254 * magnitudes;
+                variance += largest / 127 * largest / 127 / 12 * squares;
+            }
+            if (c.bias) sum.add(a.bias.values()[size_t(o)]);
+            if (c.residual) sum.add(a.residual.values()[size_t(n * c.OC + o)]);
+            ref.set(n * c.OC + o, sum);
+            const double off = got[size_t(n * c.OC + o)] - sum.value;
+            error += off * off;
+            expected += variance;
+            if (quantised) {
+                EXPECT_LE(std::fabs(off), bound * (1 + 0x1p-15) + 1e-6 * sum.mag) << n << ", " << o;
+            }
+        }
+    if (!quantised) return expect_close("out", got, ref.value, ref.mag, c.C, c.OC, T, 2);
+    if (c.N * c.OC >= 500) {
+        EXPECT_LT(std::sqrt(error), 1.15 * std::sqrt(expected));
+    }
+}
+
+// Groups that do and don't fill blocks of 16, outputs that do and don't fill panels.
+TEST_P(Linear, PackedWeights) {
+    for (const Packing packing : ALL_PACKINGS)
+        for (const int64_t N : {1, 2, 5, 7, 12, 33})
+            for (const auto& [C, OC] : {std::pair<int64_t, int64_t>{32, 1},
+                                        {64, 97},
+                                        {288, 34},
+                                        {512, 48},
+                                        {576, 1536},
+                                        {800, 70},
+                                        {1536, 31}})
+                check_packed({packing, N, C, OC, N % 2 == 1, C > 500}, activation());
+    check_packed({Packing::Int4, 3, 8192, 100}, activation());
+    check_packed({Packing::Int8, 1, 14336, 60, true}, activation());
+}
+
+TEST_P(Linear, PackedRowsAreIndependent) {
+    for (const Packing packing : ALL_PACKINGS)
+        for (const auto& [C, OC] : {std::pair<int64_t, int64_t>{96, 70}, {768, 52}, {1120, 33}}) {
+            const PackedArrays a({packing, 29, C, OC, true, true}, activation());
+            const std::vector<double> together = a.run(activation(), true);
+            for (const int64_t step : {1, 2, 5, 11}) {
+                std::vector<double> apart;
+                for (int64_t n = 0; n < 29; n += step)
+                    for (const double y : a.run(activation(), true, n, std::min(step, 29 - n))) apart.push_back(y);
+                expect_same_bits(str(name_of(packing), ", ", step, " rows at a time").c_str(), together, apart);
+            }
+            expect_deterministic(name_of(packing), [&] { return a.run(activation()); });
+        }
+}
+
+#ifndef USE_CUDA
+// Weights in bf16 give the bits of their copy in fp32. Any length of rows.
+TEST(PackedLinear, Bf16HasTheBitsOfItsCopyInFp32) {
+    for (const int64_t N : {1, 2, 9})
+        for (const auto& [C, OC] : {std::pair<int64_t, int64_t>{1, 5}, {15, 7}, {100, 50}, {576, 97}, {1000, 3}}) {
+            const PackedArrays a({Packing::Bf16, N, C, OC, true, true}, DType::F32);
+            const TestArray copy = TestArray::of(a.host.decoded(), {OC, C}), out = TestArray::poisoned({N, OC});
+            linear({out, Activation::None, a.residual}, a.inp, {}, {copy, a.bias},
+                   TestArray::scratch(linear_scratch(N, C, OC, DType::F32)), false, stream());
+            expect_same_bits(str("N ", N, " C ", C).c_str(), a.run(DType::F32), out.fetch());
+        }
+}
+
+// Every instruction set that this CPU has gives the same bits.
+TEST(PackedLinear, BitsDoNotDependOnTheInstructions) {
+    int tried = 0;
+    for (const char* instructions : {"AVX2", "AVX-512 VNNI", "AMX"}) {
+        if (!packed_linear_use(instructions)) {
+            std::cout << "skipped: this CPU or build has no " << instructions << "\n";
+            continue;
+        }
+        tried++;
+        for (const Packing packing : {Packing::Int8, Packing::Int4})
+            for (const int64_t N : {1, 2, 6, 17, 40})
+                for (const auto& [C, OC] : {std::pair<int64_t, int64_t>{32, 3}, {576, 100}, {1504, 65}}) {
+                    const PackedArrays a({packing, N, C, OC, true}, DType::F32);
+                    packed_linear_use(instructions);
+                    const std::vector<double> got = a.run(DType::F32);
+                    ASSERT_TRUE(packed_linear_use("C++"));
+                    expect_same_bits(str(instructions, " ", name_of(packing), " ", N, " ", C).c_str(), got,
+                                     a.run(DType::F32));
+                }
+    }
+    packed_linear_use("");
+    if (!tried) GTEST_SKIP() << "this CPU has the plain C++ kernels alone";
+}
+
+// Int8 codes of −128, which other programs may write, and inputs that are not finite.
+TEST(PackedLinear, ExtremeCodes) {
+    const int64_t C = 64, OC = 40;
+    HostPacked host(Packing::Int8, std::vector<double>(size_t(OC * C), 1.0), OC, C);
+    for (int64_t o = 0; o < OC; o++) std::fill_n(host.row(o), C, uint8_t(0x80));
+    const DevicePacked weight(host);
+    LinearWeights weights;
+    weights.packed = &weight;
+    for (const char* instructions : {"C++", "AVX2", "AVX-512 VNNI", "AMX"}) {
+        if (!packed_linear_use(instructions)) continue;
+        for (const int64_t N : {1, 3}) {
+            for (const double x : {1.0, -1.0, 0.0, double(INFINITY), double(NAN)}) {
+                const TestArray inp = TestArray::of(std::vector<double>(size_t(N * C), x), {N, C}),
+                                out = TestArray::poisoned({N, OC});
+                linear({out}, inp, {}, weights, TestArray::scratch(linear_scratch(N, C, OC, DType::F32, true)), false,
+                       stream());
+                for (const double y : out.fetch()) {
+                    if (std::isfinite(x))
+                        EXPECT_NEAR(y, -128 * host.scale(0, 0) * double(C) * x, 1e-4) << instructions << " " << x;
+                    else
+                        EXPECT_FALSE(std::isfinite(y)) << instructions << " " << x;
+                }
+            }
+        }
+    }
+    packed_linear_use("");
+}
+#endif
 
 INSTANTIATE_DTYPES(Linear);
 

@@ -78,7 +78,7 @@ def make_data(path):
             for i in range(400):
                 a, b = i * 7 % 53, i * 11 % 47
                 file.write(json.dumps({"prompt": f"{a} + {b} =", "response": f" {a + b}" + "!" * (i % 9)}) + "\n")
-        tokenize(source, path)
+        tokenize(source, path, "--val", "0.055")  # 22, as when the fixtures were made
 
 
 def tensors_of(checkpoint, name="adapter_model.safetensors"):

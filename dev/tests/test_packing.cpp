@@ -68,7 +68,7 @@ std::vector<int64_t> mixture(int64_t count, int64_t least, int64_t most) {
     return lengths;
 }
 
-LoaderOptions options(const Packing& packing, int64_t B) {
+LoaderOptions options(const ExamplePacking& packing, int64_t B) {
     LoaderOptions o;
     o.B = B;
     o.T = packing.seq_len();
@@ -108,7 +108,7 @@ std::vector<int64_t> check_batch(const Batch& batch, const Examples& data) {
 TEST(Packing, EachExampleOnceWithLittlePadding) {
     const std::vector<int64_t> lengths = mixture(4000, 20, 2000);
     const Examples data(lengths);
-    const Packing packing(data.open(), 2048, false);
+    const ExamplePacking packing(data.open(), 2048, false);
     std::vector<int64_t> found;
     int64_t longest_pack = 0, most = 0;
     for (int64_t s = 0; s < packing.num_sequences(); s++) {
@@ -132,7 +132,7 @@ TEST(Packing, EachExampleOnceWithLittlePadding) {
     EXPECT_EQ(packing.padding(), packing.num_sequences() * 2048 - (begin - 4000));
     EXPECT_LT(double(packing.padding()), 0.03 * 2048 * double(packing.num_sequences()));
 
-    const Packing again(data.open(), 2048, true);
+    const ExamplePacking again(data.open(), 2048, true);
     for (int64_t s = 0; s < packing.num_sequences(); s++)
         EXPECT_EQ(packing.of_sequence(s).begin()->begin, again.of_sequence(s).begin()->begin);
 }
@@ -141,7 +141,7 @@ TEST(Packing, LongExamplesAreAnErrorOrLeftOut) {
     const Examples data({5, 12, 11, 3, 40, 1});
     const auto error = [&](int64_t T, bool skip) {
         try {
-            Packing(data.open(), T, skip);
+            ExamplePacking(data.open(), T, skip);
             return std::string();
         } catch (const Error& e) {
             return std::string(e.what());
@@ -153,18 +153,18 @@ TEST(Packing, LongExamplesAreAnErrorOrLeftOut) {
         std::string::npos)
         << error(10, false);
     EXPECT_NE(error(1, true).find("none of 5 examples fits into --seq-len 1"), std::string::npos) << error(1, true);
-    const Packing packing(data.open(), 10, true);  // 11 tokens are 10 inputs
+    const ExamplePacking packing(data.open(), 10, true);  // 11 tokens are 10 inputs
     EXPECT_EQ(packing.num_examples(), 3);
     EXPECT_EQ(packing.num_too_long(), 2);
     EXPECT_EQ(packing.num_sequences(), 2);  // 10; 4 + 2
     EXPECT_EQ(packing.padding(), 4);
-    EXPECT_EQ(Packing(data.open(), 39, false).num_too_long(), 0);
+    EXPECT_EQ(ExamplePacking(data.open(), 39, false).num_too_long(), 0);
 }
 
 TEST(Packing, BatchesHaveWholePromptsInTheOrderOfAnySlicing) {
     const Examples data(mixture(300, 3, 60));
     const TokenFiles files = data.open();
-    const Packing packing(files, 64, false);
+    const ExamplePacking packing(files, 64, false);
     const int64_t n = packing.num_sequences();
     Loader whole({{files, &packing}}, options(packing, 4), 0);
     EXPECT_EQ(whole.num_training_sequences(), n);
@@ -208,7 +208,7 @@ TEST(Packing, BatchesHaveWholePromptsInTheOrderOfAnySlicing) {
 TEST(Packing, EvaluationScoresEachLossTokenOnce) {
     const Examples data(mixture(100, 3, 60));
     const TokenFiles files = data.open();
-    const Packing packing(files, 64, false);
+    const ExamplePacking packing(files, 64, false);
     for (const int64_t B : {1, 3}) {
         for (const int64_t limit : {int64_t(0), int64_t(300), int64_t(5)}) {
             const EvalBatches eval{files, B, 64, 1 << 30, -1, limit, &packing};

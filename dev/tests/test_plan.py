@@ -65,6 +65,7 @@ class PlanTest(unittest.TestCase):
                 with self.subTest(gpu=recorded["gpu"], arguments=measured["arguments"]):
                     printed = plan(measured["arguments"], "--gpu", recorded["gpu"])
                     lines = dict(re.findall(r"^  (\S.*?)  +(\S+ \S+)$", printed, re.MULTILINE))
+                    lines["already in use"] = lines.pop("CUDA context")
                     for name, value in measured["printed"].items():
                         self.assertEqual(lines.get(name), value, name)
                     whole = json.loads(plan(measured["arguments"], "--gpu", recorded["gpu"], "--json"))
@@ -98,6 +99,19 @@ class PlanTest(unittest.TestCase):
         self.assertEqual(kept("--gpu", "L4"), kept("--gpu", "L4", "--dtype", "bf16"))
         self.assertEqual(kept("--gpu", "L4", "--inference"), kept("--gpu", "L4", "--inference", "--dtype", "fp32"))
 
+    def test_says_the_dtype_and_for_which_device(self):
+        h100 = "bf16 (--dtype auto), on H100 80GB HBM3"
+        for options, ending in (([], "auto)"), (["--gpu", "L4"], "bf16 (--dtype auto), on L4"), (OF_AN_H100, h100),
+                                (["--gpu", "L4", "--inference"], "fp32, on L4"), (["--dtype", "fp32"], "fp32")):
+            printed = plan("--model gpt2-tiny", *options)
+            self.assertTrue(printed.splitlines()[0].endswith(ending), printed)
+            self.assertEqual("  CUDA context  " in printed, "--gpu" in options)
+        if "backend cpu" in run("info").stdout:
+            self.assertNotIn("in use", plan("--model gpt2-tiny"))
+            limited = plan("--model gpt2-tiny", "--gpu-memory", "24GiB")
+            self.assertTrue(limited.splitlines()[0].endswith(h100))
+            self.assertNotIn("already in use", limited)
+
     def test_gpus_differ_where_their_kernels_do(self):
         def activations(gpu, *more):
             plan_of_gpu = plan("--model llama-1B --batch-size 2 --seq-len 4096 --dtype bf16 --json", "--gpu", gpu, *more)
@@ -117,7 +131,11 @@ class PlanTest(unittest.TestCase):
         for size in ("24", "GiB", "-1GiB", "0GiB", "24 gallons", ""):
             refused = run("plan", "--model", "gpt2-tiny", "--gpu-memory", size)
             self.assertEqual(refused.returncode, 2, size)
-            self.assertIn("is not an amount of memory; write it as in 24GiB", refused.stderr)
+            self.assertIn("is not an amount of memory; write it as in 24GiB (or MiB, GB, MB)", refused.stderr)
+        sizes = {size: json.loads(plan(arguments, "--gpu-memory", size, "--json", "--fit"))["fit"]["available_bytes"] + whole["in_use_before"]
+                 for size in ("20GiB", "20480MiB", "20GB", "20000MB")}
+        self.assertEqual(list(sizes.values()), [20 << 30, 20 << 30, 20 * 10**9, 20 * 10**9])
+        self.assertIn("GiB and MiB are of 1024, GB and MB of 1000", " ".join(run("plan", "--help").stdout.split()))
 
     def test_fit(self):
         arguments = {"--model": "gpt2-124M", "--batch-size": "12", "--seq-len": "1024", "--dtype": "bf16"}

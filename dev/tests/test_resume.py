@@ -26,6 +26,33 @@ class ResumeTest(BaseRunTest):
         self.assertEqual(done.returncode, 0)
         self.assertIn("is done: step 8 of 8", done.stderr)
 
+    def test_a_rate_that_goes_up_is_named(self):
+        """Where a resumed run's schedule has a higher rate than the run had, a line names both and the rates with which
+        it goes on as it was."""
+        def resumed(name, *options):
+            done = run("train", "--resume", "--out", os.path.join(self.top, name), *options)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            lines = [line for line in done.stderr.splitlines() if line.startswith("the learning rate goes up")]
+            rates = {line["step"]: line["lr"] for line in log(os.path.join(self.top, name)) if "lr" in line}
+            return "".join(lines), rates
+
+        self.train("up", "--steps", 6, "--warmup", 4, "--save-every", 2, "--optimizer", "muon", "--embedding-lr", 0.01)
+        shutil.copytree(os.path.join(self.top, "up"), os.path.join(self.top, "warm"))
+        for step in 4, 6:
+            shutil.rmtree(os.path.join(self.top, "warm", f"step_{step:08}"))
+        said, rates = resumed("warm")  # in the warmup the same schedule rises by itself
+        self.assertEqual(said, "")
+        self.assertLess(rates[2], rates[3])
+        said, rates = resumed("up", "--steps", 12)
+        self.assertEqual(said, "the learning rate goes up: it was 0.0003 in step 6, where the schedule of 12 steps has "
+                         "0.00287; with --lr 0.000314 --embedding-lr 0.00105 --vector-lr 0.00105 it goes on from there")
+        self.assertGreater(rates[7], 5 * rates[6])
+        shutil.rmtree(os.path.join(self.top, "up"))
+        self.train("up", "--steps", 6, "--warmup", 4, "--optimizer", "muon", "--embedding-lr", 0.01)
+        quiet, rates = resumed("up", "--steps", 12, *said.split("with ")[1].split(" it goes")[0].split())
+        self.assertEqual(quiet, "")
+        self.assertTrue(0.8 < rates[7] / rates[6] < 1, rates)
+
     def test_resumed_overfitting_uses_the_same_batch(self):
         whole = self.train("overfit_whole", "--steps", 4, "--save-every", 2, "--schedule", "constant",
                            "--overfit-one-batch")

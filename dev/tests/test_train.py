@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shutil
+import time
 import unittest
 
 from harness import (MODEL, BaseRunTest, checkpoints, cuda, digests, log, losses, run, sanitized, tensor_bytes,
@@ -251,6 +252,17 @@ class TrainTest(BaseRunTest):
         self.assertEqual(log(out)[-1]["step"], math.ceil(2.5 * int(sequences) / 4))
         self.refused(2, ["--steps and --epochs both say how long"], *self.train_args("both", "--steps", 3, "--epochs", 1))
         self.refused(2, ["--epochs: 0 "], *self.train_args("none", "--epochs", 0))
+
+    def test_the_time_of_a_step_is_without_evaluations(self):
+        """Here an evaluation takes about a hundred times as long as a step, and follows each."""
+        begin = time.monotonic()
+        run_dir = self.train("timed", "--steps", 20, "--batch-size", 1, "--seq-len", 8, "--eval-every", 1, "--save-every", 5)
+        seconds = time.monotonic() - begin
+        steps = [line for line in log(run_dir) if "ms" in line]
+        self.assertEqual(len(steps), 20)
+        self.assertLess(sum(line["ms"] for line in steps) / 1e3, 0.4 * seconds)
+        for line in steps:
+            self.assertAlmostEqual(line["tokens_per_s"] * line["ms"] / 1e3, 8, places=6)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@
 #include "kernels/generation/kv_rotate.cuh"
 #include "kernels/kv_page.cuh"
 #include "runtime/model/activation_config.h"
+#include "runtime/model/packed_weight.h"
 
 namespace fused_decode {
 
@@ -44,13 +45,27 @@ struct LayerOptions {
 template <bool EXTENDED>
 constexpr int LAYER_BYTES = int(sizeof(Layer)) + (EXTENDED ? int(sizeof(LayerOptions)) : 0);
 
+// A warp's part of a row of K elements, in vectors of 16 bytes. Of packed weights it has whole groups.
+struct Slice {
+    int first, count;
+};
+template <typename T, bool PACKED>
+__device__ __forceinline__ Slice slice_of(int K, int warp) {
+    constexpr int VECTORS = PACKED ? int(PACKED_GROUP) / FULL_WIDTH<T> : 1;
+    const int units = K / (VECTORS * FULL_WIDTH<T>), first = units * warp / WARPS;
+    return {VECTORS * first, VECTORS * (units * (warp + 1) / WARPS - first)};
+}
+
 // How a matrix [2·pairs, K] (FC with SwiGLU: [4·pairs, K]) is divided. Output pair i needs the rows 2i and 2i + 1 of
 // the weight; with SwiGLU these rows of gate and of up.
 struct MatrixPlan {
-    int K, pairs;       // columns of the weight; output pairs
-    int log_per_stage;  // log2 of the pairs of a full stage
-    int stage_rows;     // a power of two up to MAX_STAGE_ROWS
-    int chunk;          // stages between two barriers
+    int K, pairs;          // columns of the weight; output pairs
+    int log_per_stage;     // log2 of the pairs of a full stage
+    int stage_rows;        // a power of two up to MAX_STAGE_ROWS
+    int chunk;             // stages between two barriers
+    int row_bytes, pitch;  // of a row of the weight; from one row in a stage to the next
+    Packing packing;       // of packed weights
+    int log_parts;         // log2 of the parts of a row (decode_step_packed_matmul.cuh)
 };
 
 template <typename T>
@@ -58,7 +73,8 @@ struct Arguments {
     T* logits;
     const int32_t *ids, *slots, *positions;
     Angles angles;
-    const T *wte, *wpe, *head;
+    const void *wte, *head;  // [Vp, C] T, or packed
+    const T* wpe;
     const float *normf_weight, *normf_bias;
     const Layer* layers;
     uint32_t* epoch;                         // of the last exchange of the previous step

@@ -17,21 +17,25 @@
 // decode_attention() round them; sums are fp32. The logits of a sequence have the same bits whatever the batch, but not
 // the bits of those ops, which add in another order.
 //
-// T is fp32, bf16 or fp16. All layers have softmax attention. QK-norm (kernels/qk_norm.h), a norm after the embedding,
-// a bias of the head, windows and layers without RoPE are those of the ops. Needs sm_90 or later;
+// T is fp32, bf16 or fp16. Packed weights (runtime/model/packed_weight.h) stream as bytes and are converted in
+// registers; T then has 16 bits. All layers have softmax attention. QK-norm (kernels/qk_norm.h), a norm after the
+// embedding, a bias of the head, windows and layers without RoPE are those of the ops. Needs sm_90 or later;
 // decode_step_max_batch() is 0 on other GPUs and on the CPU.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "kernels/generation/decode_batch.h"
 #include "kernels/generation/linear.h"
 #include "kernels/generation/lora_rows.h"
 #include "runtime/model/linear_weight.h"
+#include "runtime/model/packed_weight.h"
 
 // Views of a model's weights.
 struct InferenceWeights {
-    Tensor wte, wpe;  // [Vp, C]; [positions, C] or null
+    Tensor wte, wpe;  // [Vp, C], null if it is packed; [positions, C] or null
+    const struct PackedWeight* packed_wte = nullptr;
     std::vector<BlockWeights> blocks;
     NormWeights normf;
     LinearWeights head;          // [Vp, C]
@@ -62,13 +66,15 @@ struct DecodeModel {
     float eps = 1e-5f, scale = 1;
     bool centred = true;  // LayerNorm, else RMSNorm
     bool qk_norm = false, embedding_norm = false, head_bias = false;
+    std::optional<Packing> packing = {};     // of wte, the head and all matrices; none: they are in T
     std::vector<DecodeLayer> layer_options;  // by layer; empty: the defaults in all of them
 };
 
 // The largest batch size that decode_step takes: min(slots, LINEAR_SMALL_N), or less where the activations of more
 // sequences leave too little shared memory for three stages of weights. 0 if the fused decode step does not support the
 // model: on older GPUs, if C, HS or FFN is not a multiple of 16 bytes, if Vp is odd, if HS > 128, if a block would have
-// more than 256 outputs of one of a layer's matrices, or if one sequence does not fit.
+// more than 256 outputs of one of a layer's matrices, or if one sequence does not fit. With packed weights also if T is
+// fp32 or if 32 does not divide C, NH·HS or FFN.
 int64_t decode_step_max_batch(const DecodeModel& model);
 
 // Bytes of scratch; 0 if decode_step_max_batch is.

@@ -6,16 +6,6 @@
 
 namespace fused_decode {
 
-// A warp's part of a row of K elements, in vectors of 16 bytes.
-struct Slice {
-    int first, count;
-};
-template <typename T>
-__device__ __forceinline__ Slice slice_of(int K, int warp) {
-    const int vectors = K / FULL_WIDTH<T>, first = vectors * warp / WARPS;
-    return {first, vectors * (warp + 1) / WARPS - first};
-}
-
 // The lanes of a warp over the rows of a stage: 32 / rows lanes share a row, and each takes one vector of it in a step.
 // Odd rows begin with the second step and end with the first, because the same vectors of two rows are mostly in the
 // same banks.

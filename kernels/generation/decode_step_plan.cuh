@@ -9,6 +9,14 @@
 //   activations, attention     11.6 KiB of shared memory                     26.9 KiB
 //   ring                       17 stages, 204 KiB                            5 stages, 160 KiB
 //   attention, 1,024 keys      12 KV heads · 8 splits = 96 tasks             8 KV heads · 2 tiles · 8 splits = 128
+//
+// Packed, one sequence: a stage has up to 8 rows, and the columns of LLaMA's FFN fit in two.
+//
+//                              LLaMA 1B, int4                                LLaMA 1B, fp8
+//   bytes of a row, C and FFN  1,152 and 4,608                               2,064 and 8,208
+//   from row to row in a stage 1,168 and 4,672                               2,080 and 8,320
+//   output pairs of a stage    4, 4, 2, 1, 4                                 4, 4, 2, 1, 4
+//   ring                       21 stages of 9.1 KiB                          11 stages of 16.3 KiB
 #pragma once
 
 #include "kernels/generation/decode_step.cuh"
@@ -23,7 +31,7 @@ inline int64_t aligned(int64_t bytes) {
 struct Plan {
     bool possible = false;
     int64_t blocks = 0;
-    MatrixPlan matrices[MATRICES];
+    MatrixPlan matrices[MATRICES] = {};
     int64_t stages = 0, stage_bytes = 0, rows_bytes = 0, residual_bytes = 0, attention_bytes = 0, layers_bytes = 0;
     int64_t shared_bytes() const {
         return stages * stage_bytes + rows_bytes + residual_bytes + attention_bytes + layers_bytes;
@@ -63,6 +71,7 @@ inline Plan plan_of(const DecodeModel& m, int64_t N) {
     if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9 || !device_attribute(cudaDevAttrCooperativeLaunch))
         return z;
     if (m.C % W || m.HS % W || m.FFN % W || m.Vp % 2 || m.C < 2 * W || m.HS > MAX_HS || m.FFN == 0 || N < 1) return z;
+    if (m.packing && (item != 2 || !can_pack(m.C) || !can_pack(Q) || !can_pack(m.FFN))) return z;
     z.blocks = std::min(num_sms(), m.C / 2);
     const bool gated = is_gated(m.activation);
     struct Size {
@@ -70,8 +79,18 @@ inline Plan plan_of(const DecodeModel& m, int64_t N) {
     };
     const Size sizes[MATRICES] = {{qkv, m.C}, {m.C, Q}, {m.FFN, m.C}, {m.C, m.FFN}, {m.Vp, m.C}};
     const auto rows_of_pair = [&](int which) { return which == FC && gated ? 4 : 2; };
-    z.stage_bytes = std::max(MIN_STAGE_BYTES, 2 * m.C * int64_t(sizeof(float)));
-    for (int i = 0; i < MATRICES; i++) z.stage_bytes = std::max(z.stage_bytes, rows_of_pair(i) * sizes[i].K * item);
+    // Of a row in a stage of `rows` rows. Packed: such that the lanes of a warp, which read 8 or 4 bytes each of a
+    // group of different rows or parts, read different banks.
+    const auto pitch_of = [&](int64_t K, int64_t rows) {
+        if (!m.packing) return K * item;
+        const int64_t bytes = packed_row_bytes(*m.packing, K), offset = 8 / rows * group_bytes(*m.packing);
+        return bytes + (offset - bytes % 128 + 128) % 128;
+    };
+    z.stage_bytes = std::max(m.packing ? 0 : MIN_STAGE_BYTES, (m.centred ? 2 : 1) * m.C * int64_t(sizeof(float)));
+    for (int i = 0; i < MATRICES; i++)
+        z.stage_bytes = std::max(z.stage_bytes, rows_of_pair(i) * pitch_of(sizes[i].K, rows_of_pair(i)));
+    const int64_t full = MAX_STAGE_ROWS * pitch_of(m.C, MAX_STAGE_ROWS);
+    if (m.packing && full < 2 * z.stage_bytes) z.stage_bytes = std::max(z.stage_bytes, full);
     z.stage_bytes = aligned(z.stage_bytes);
     for (int i = 0; i < MATRICES; i++) {
         MatrixPlan& p = z.matrices[i];
@@ -80,12 +99,18 @@ inline Plan plan_of(const DecodeModel& m, int64_t N) {
         const int64_t most = ceil_div(p.pairs, std::max<int64_t>(z.blocks, 1));  // pairs of a block
         if (i != HEAD && most * rows_of_pair(i) > THREADS) return z;             // one thread for each bias
         const auto fits = [&](int64_t pairs) {
-            return pairs * rows_of_pair(i) <= MAX_STAGE_ROWS && pairs * rows_of_pair(i) * p.K * item <= z.stage_bytes;
+            const int64_t rows = pairs * rows_of_pair(i);
+            return rows <= MAX_STAGE_ROWS && rows * pitch_of(p.K, rows) <= z.stage_bytes;
         };
         p.log_per_stage = 0;
         while (fits(int64_t(2) << p.log_per_stage) && int64_t(1) << p.log_per_stage < most) p.log_per_stage++;
         p.stage_rows = rows_of_pair(i) << p.log_per_stage;
         p.chunk = CHUNK_ROWS / p.stage_rows;
+        p.row_bytes = int(m.packing ? packed_row_bytes(*m.packing, p.K) : p.K * item);
+        p.pitch = int(pitch_of(p.K, p.stage_rows));
+        if (!m.packing) continue;
+        p.packing = *m.packing;
+        while (p.stage_rows << p.log_parts < MAX_STAGE_ROWS) p.log_parts++;
     }
     z.rows_bytes = aligned(N * std::max({m.C, Q, m.FFN}) * item);
     z.residual_bytes = aligned(N * m.C * item);

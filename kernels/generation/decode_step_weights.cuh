@@ -47,18 +47,23 @@ __device__ void stream_weights(const Arguments<T>& a, const Layer* layers, const
         if (bias) bulk_load(to + bytes, bias, bytes, ring.full + ring.stage);
         ring.advance();
     };
+    const auto stream_rows = [&](char* to, const char* from, int rows, const MatrixPlan& p) {
+        if (p.pitch == p.row_bytes) return bulk_load(to, from, rows * p.row_bytes, ring.full + ring.stage);
+#pragma unroll 1
+        for (int r = 0; r < rows; r++)
+            bulk_load(to + r * p.pitch, from + r * p.row_bytes, p.row_bytes, ring.full + ring.stage);
+    };
     const auto stream_matrix = [&](int which, const void* matrix, bool swiglu) {
         const MatrixPlan& p = a.plans[which];
-        const T* const weight = static_cast<const T*>(matrix);
+        const char* const weight = static_cast<const char*>(matrix);
         const int end = pairs[which].end, per_stage = 1 << p.log_per_stage;
+        const int64_t pair_bytes = 2 * p.row_bytes;
 #pragma unroll 1
         for (int pair = pairs[which].first; pair < end; pair += per_stage) {
-            const int64_t K = p.K;
-            const int bytes = min(per_stage, end - pair) * 2 * p.K * int(sizeof(T));
-            char* const to = ring.acquire(swiglu ? 2 * bytes : bytes);
-            bulk_load(to, weight + pair * 2 * K, bytes, ring.full + ring.stage);
-            if (swiglu)
-                bulk_load(to + bytes, weight + (int64_t(p.pairs) + pair) * 2 * K, bytes, ring.full + ring.stage);
+            const int rows = min(per_stage, end - pair) * 2;
+            char* const to = ring.acquire((swiglu ? 2 : 1) * rows * p.row_bytes);
+            stream_rows(to, weight + pair * pair_bytes, rows, p);
+            if (swiglu) stream_rows(to + rows * p.pitch, weight + (p.pairs + pair) * pair_bytes, rows, p);
             ring.advance();
         }
     };

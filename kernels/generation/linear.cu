@@ -1,13 +1,18 @@
 // Chooses the kernel of a linear layer by the number of rows N and the matrix: GEMV for up to 8 rows, or for any number
 // where batch invariance is asked for; a small-batch GEMM for up to 64 rows; otherwise a norm, the library's GEMM and
-// an activation one after the other.
+// an activation one after the other. Packed and NF4 weights have kernels of their own for small N; otherwise they are
+// dequantised tile by tile.
 #include "kernels/generation/linear.h"
 
+#include "kernels/activation.h"
 #include "kernels/generation/linear.cuh"
 #include "kernels/generation/linear_check.h"
 #include "kernels/matmul.h"
+#include "kernels/packed_weight.h"
 
 namespace {
+
+constexpr const char* OP = "linear";
 
 template <typename T>
 LinearParams<T> make_params(const LinearSizes& z, const LinearOutput& output, const Tensor& inp, const InputNorm& norm,
@@ -17,8 +22,10 @@ LinearParams<T> make_params(const LinearSizes& z, const LinearOutput& output, co
     LinearParams<T> p{};
     p.inp = inp.as<T>();
     p.inp_stride = row_stride(inp);
-    p.weight = weight.as<T>();
-    p.weight_stride = row_stride(weight);
+    if (weight) {
+        p.weight = weight.as<T>();
+        p.weight_stride = row_stride(weight);
+    }
     p.out = out.as<T>();
     p.out_stride = row_stride(out);
     if (bias) p.bias = bias.as<T>();
@@ -41,33 +48,36 @@ LinearParams<T> make_params(const LinearSizes& z, const LinearOutput& output, co
 
 // False if the layer needs the library.
 template <typename T>
-bool launch_own_kernel(const char* op, const LinearParams<T>& p, bool batch_invariant, Stream stream) {
-    if ((p.N <= LINEAR_SMALL_N || batch_invariant) && linear_gemv(op, p, stream)) return true;
+bool launch_own_kernel(const LinearParams<T>& p, bool batch_invariant, Stream stream) {
+    if ((p.N <= LINEAR_SMALL_N || batch_invariant) && linear_gemv(OP, p, stream)) return true;
     if constexpr (sizeof(T) == 2) {
 #ifdef HAVE_SM90A
-        if (linear_small_batch_hopper(op, p, stream)) return true;
+        if (linear_small_batch_hopper(OP, p, stream)) return true;
 #endif
-        return linear_small_batch(op, p, stream);
+        return linear_small_batch(OP, p, stream);
     }
     return false;
 }
 
-}  // namespace
-
-int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype) {
-    return linear_normed_bytes(N, C, dtype) + N * OC * dtype_size(dtype);
+// Kernels that convert packed or NF4 weights in registers. False if the weights must be dequantised first.
+template <typename T>
+bool launch_packed_kernel(const LinearParams<T>& p, const LinearWeights& weights, bool batch_invariant, Stream stream) {
+    if constexpr (sizeof(T) == 2) {
+        if (p.N <= LINEAR_SMALL_N || batch_invariant)
+            return weights.packed ? linear_packed_gemv(OP, p, *weights.packed, stream)
+                                  : linear_nf4_gemv(OP, p, *weights.nf4, stream);
+        if (weights.packed && !p.norm_weight) return linear_packed_small_batch(OP, p, *weights.packed, stream);
+    }
+    return false;
 }
 
-void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const LinearWeights& weights, Tensor scratch,
-            bool batch_invariant, Stream stream) {
-    const char* op = "linear";
-    const DType dtype = check_activation_dtype(op, "inp", inp);
-    const LinearSizes z = check_linear(op, dtype, output, inp, norm, weights, scratch);
-    if (z.N == 0 || z.OC == 0) return;
+// Weights in T.
+void linear_in_dtype(const LinearSizes& z, const LinearOutput& output, const Tensor& inp, const InputNorm& norm,
+                     const LinearWeights& weights, const Tensor& scratch, bool batch_invariant, Stream stream) {
     bool done = false;
-    dispatch_dtype(op, dtype, [&](auto zero) {
+    dispatch_dtype(OP, inp.dtype, [&](auto zero) {
         const auto p = make_params<decltype(zero)>(z, output, inp, norm, weights);
-        done = launch_own_kernel(op, p, batch_invariant, stream);
+        done = launch_own_kernel(p, batch_invariant, stream);
     });
     if (done) return;
     const Tensor &out = output.out, &weight = weights.weight, &bias = weights.bias;
@@ -79,12 +89,97 @@ void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const
                                          stream);
     if (!residual) return matmul_forward(out, x, weight, bias, stream);
     if (row_stride(residual) != row_stride(out)) {
-        const size_t width = size_t(z.columns * dtype_size(dtype)), item = size_t(dtype_size(dtype));
+        const size_t item = size_t(dtype_size(inp.dtype)), width = size_t(z.columns) * item;
         cuda_check(cudaMemcpy2DAsync(out.data, size_t(row_stride(out)) * item, residual.data,
                                      size_t(row_stride(residual)) * item, width, size_t(z.N), cudaMemcpyDeviceToDevice,
                                      cuda_stream(stream)),
-                   op);
+                   OP);
         residual = out;
     }
     matmul_forward_add(out, x, weight, bias, residual, stream);
+}
+
+// Rows of C weights that are dequantised at a time: 64 MiB of 16-bit weights, so that the library still has large
+// matrices. A multiple of 1,024 rows, where a group of NF4's scales ends.
+int64_t tile_rows(int64_t C, int64_t OC) {
+    constexpr int64_t MAX_WEIGHTS = 32 << 20, STEP = NF4_BLOCK * NF4_GROUP / 16;
+    return std::min(OC, std::max(MAX_WEIGHTS / std::max<int64_t>(C, 1) / STEP * STEP, STEP));
+}
+
+// Calls f(first row, tile [rows, C]) for the weights, which are dequantised to `tile`, one after the other.
+template <typename F>
+void for_each_tile(const LinearWeights& weights, const Tensor& tile, Stream stream, F f) {
+    const int64_t C = tile.shape[1];
+    if (weights.packed) {
+        const PackedWeight& w = *weights.packed;
+        const int64_t OC = w.rows.shape[0];
+        for (int64_t o = 0; o < OC; o += tile.shape[0]) {
+            const int64_t end = std::min(o + tile.shape[0], OC);
+            const Tensor to = tile.rows(0, end - o);
+            packed_dequantise(to, {w.packing, C, w.rows.rows(o, end)}, stream);
+            f(o, to);
+        }
+        return;
+    }
+    for (const Nf4Matrix::Part& part : weights.nf4->parts) {
+        const Nf4Weights& w = part.weights;
+        for (int64_t o = 0; o < part.rows; o += tile.shape[0]) {
+            const int64_t end = std::min(o + tile.shape[0], part.rows), n = (end - o) * C, first = o * C / NF4_BLOCK;
+            const Tensor to = tile.rows(0, end - o);
+            const int64_t group = first / NF4_GROUP;
+            nf4_dequantise(make_tensor(to.data, to.dtype, to.device, {n}),
+                           {w.codes.rows(o * C / 2, end * C / 2), w.absmax_codes.rows(first, first + nf4_blocks(n)),
+                            w.group_absmax.rows(group, group + nf4_groups(n)), w.mean},
+                           stream);
+            f(part.row + o, to);
+        }
+    }
+}
+
+// Packed or NF4 weights: by a kernel that converts them in registers, or dequantised tile by tile and multiplied like
+// weights in T.
+void linear_packed(const LinearSizes& z, const LinearOutput& output, const Tensor& inp, const InputNorm& norm,
+                   const LinearWeights& weights, const Tensor& scratch, bool batch_invariant, Stream stream) {
+    const auto launched = [&](const Tensor& x, const InputNorm& before) {
+        bool done = false;
+        dispatch_dtype(OP, x.dtype, [&](auto zero) {
+            const auto p = make_params<decltype(zero)>(z, output, x, before, weights);
+            done = launch_packed_kernel(p, weights, batch_invariant, stream);
+        });
+        return done;
+    };
+    if (launched(inp, norm)) return;
+    const Tensor x = norm.weight ? linear_normed(scratch, z, inp, norm, stream) : inp;
+    if (norm.weight && launched(x, {})) return;
+    const bool activates = output.activation != Activation::None;
+    const Tensor y = activates ? linear_pre_activation(scratch, z, inp) : output.out;
+    const Tensor tile = make_tensor(linear_packed_scratch(scratch, z, inp.dtype).data, inp.dtype, inp.device,
+                                    {tile_rows(z.C, z.OC), z.C});
+    for_each_tile(weights, tile, stream, [&](int64_t first, const Tensor& weight) {
+        const int64_t rows = weight.shape[0], end = first + rows;
+        const auto columns = [&](const Tensor& t) { return t ? t.columns(first, end) : Tensor{}; };
+        linear_in_dtype({z.N, z.C, rows, rows}, {columns(y), Activation::None, columns(output.residual)}, x, {},
+                        {weight, columns(weights.bias)}, {}, batch_invariant, stream);
+    });
+    if (activates) activation_forward(output.activation, output.out, y, stream);
+}
+
+}  // namespace
+
+int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packed) {
+    const int64_t tile = packed ? tile_rows(C, OC) * C * dtype_size(dtype) : 0;
+    return linear_normed_bytes(N, C, dtype) + linear_pre_activation_bytes(N, OC, dtype) + tile;
+}
+
+int64_t linear_nf4_scratch(int64_t N, int64_t C, int64_t OC, DType dtype) {
+    return linear_scratch(N, C, OC, dtype, true);
+}
+
+void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const LinearWeights& weights, Tensor scratch,
+            bool batch_invariant, Stream stream) {
+    const DType dtype = check_activation_dtype(OP, "inp", inp);
+    const LinearSizes z = check_linear(OP, dtype, output, inp, norm, weights, scratch);
+    if (z.N == 0 || z.OC == 0) return;
+    const bool in_dtype = !weights.packed && !weights.nf4;
+    (in_dtype ? linear_in_dtype : linear_packed)(z, output, inp, norm, weights, scratch, batch_invariant, stream);
 }

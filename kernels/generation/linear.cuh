@@ -8,7 +8,7 @@
 
 template <typename T>
 struct LinearParams {
-    const T *inp, *weight, *bias, *residual;
+    const T *inp, *weight, *bias, *residual;  // weight: null if it is not in T
     T* out;
     const float *norm_weight, *norm_bias;
     int64_t inp_stride, weight_stride, residual_stride, out_stride;
@@ -27,6 +27,18 @@ constexpr int SMALL_BATCH_MAX_N = 64;
 // memory.
 template <typename T>
 bool linear_gemv(const char* op, const LinearParams<T>& p, Stream stream);
+
+// The same for packed and for NF4 weights, with 16-bit elements (linear_packed_gemv.cu).
+template <typename T>
+bool linear_packed_gemv(const char* op, const LinearParams<T>& p, const struct PackedWeight& weight, Stream stream);
+template <typename T>
+bool linear_nf4_gemv(const char* op, const LinearParams<T>& p, const struct Nf4Matrix& weight, Stream stream);
+
+// Small-batch GEMM of packed weights, up to 64 rows of inp of 16-bit elements, without a norm
+// (linear_packed_small_batch.cu).
+template <typename T>
+bool linear_packed_small_batch(const char* op, const LinearParams<T>& p, const struct PackedWeight& weight,
+                               Stream stream);
 
 // Small-batch GEMM of 16-bit elements, up to 64 rows of inp, by mma.sync (linear_small_batch.cu).
 template <typename T>

@@ -14,8 +14,14 @@
 // library chooses the order of sums.
 //
 // T is the dtype of inp, weight, bias, residual and out: fp32; on CUDA also bf16 and fp16. Norm weights and sums are
-// fp32; x is rounded to T, and so is y where matmul.h computes it. Errors: wrong shape or dtype, odd OC with a gated f,
-// an activation together with a residual, weights that are not in T.
+// fp32; x is rounded to T, and so is y where matmul.h computes it.
+//
+// Packed weights (kernels/packed_weight.h) are dequantised in registers. On the CPU x is then quantised too where they
+// are Int8 or Int4: in groups of 32 to int8, with d = max |x| / 127 in fp32. A group's sum is an exact integer, so
+//   y[n, o] = Σ_g d_x[n, g]·d_w[o, g]·(Σ code_x·code_w) + bias[o]
+//
+// Errors: wrong shape or dtype, odd OC with a gated f, an activation together with a residual, weights that are neither
+// in T nor packed.
 #pragma once
 
 #include "runtime/device/device.h"
@@ -42,4 +48,7 @@ struct LinearOutput {
 // inp [N, C]; scratch: linear_scratch bytes (U8).
 void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const LinearWeights& weights, Tensor scratch,
             bool batch_invariant, Stream stream);
-int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype);
+// packed: for weights in T and for packed ones.
+int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packed = false);
+// The same for NF4 weights.
+int64_t linear_nf4_scratch(int64_t N, int64_t C, int64_t OC, DType dtype);

@@ -1,5 +1,5 @@
 // A block works on one tile of rows. Both kernels read weights that no other kernel writes; what they do before
-// pdl_wait() overlaps with the kernel before.
+// pdl_wait() overlaps with the previous kernel.
 //
 // LLaMA 1B, bf16, 64 rows of 8 adapters of rank 16: 8 tiles in use. qkv shrinks 2,048 channels to 48: a warp takes one
 // row of A and SLICE channels, 8 · 6 · 2 = 96 blocks; fc expands 32 to 16,384: a thread takes one output, 8 · 64 = 512

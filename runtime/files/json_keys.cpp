@@ -155,9 +155,10 @@ std::string json_fault(std::string_view text, size_t max_depth, bool unique_keys
 
 namespace {
 
+constexpr int64_t LONGEST = int64_t(1) << 28;  // bytes of a file
+
 // The text of a JSON file, without faults.
-std::string read_text(const std::string& path) {
-    std::string text = read_file(path, int64_t(1) << 28);
+std::string checked_text(std::string text, const std::string& path) {
     const std::string fault = json_fault(text);
     if (fault.empty()) return text;
     text = quote_non_numbers(text);
@@ -173,8 +174,12 @@ Json checked_object(Json value, const std::string& path) {
 
 }  // namespace
 
+json parse_json_object(const std::string& text, const std::string& path) {
+    return checked_object(json::parse(checked_text(text, path)), path);
+}
+
 json read_json(const std::string& path) {
-    return checked_object(json::parse(read_text(path)), path);
+    return parse_json_object(read_file(path, LONGEST), path);
 }
 
 ordered_json parse_ordered_json(std::string_view text) {
@@ -183,8 +188,17 @@ ordered_json parse_ordered_json(std::string_view text) {
     return std::move(builder.root);
 }
 
+ordered_json parse_ordered_json_object(const std::string& text, const std::string& path) {
+    return checked_object(parse_ordered_json(checked_text(text, path)), path);
+}
+
 ordered_json read_ordered_json(const std::string& path) {
-    return checked_object(parse_ordered_json(read_text(path)), path);
+    return parse_ordered_json_object(read_file(path, LONGEST), path);
+}
+
+std::string shown_text(const std::string& text) {
+    const std::string quoted = shown(json(text));
+    return quoted.substr(1, quoted.size() - (quoted.back() == '"' ? 2 : 1));
 }
 
 json JsonKeys::value(const char* key) const {

@@ -18,6 +18,9 @@ std::string json_fault(std::string_view text, size_t max_depth = 100, bool uniqu
 void write_json(const std::string& path, const nlohmann::json& json);
 nlohmann::json read_json(const std::string& path);
 nlohmann::ordered_json read_ordered_json(const std::string& path);
+// The same of a file's text.
+nlohmann::json parse_json_object(const std::string& text, const std::string& path);
+nlohmann::ordered_json parse_ordered_json_object(const std::string& text, const std::string& path);
 // Throws Error for text with a fault.
 nlohmann::ordered_json parse_ordered_json(std::string_view text);
 
@@ -27,6 +30,9 @@ std::string shown(const Json& value) {
     std::string text = value.dump(-1, ' ', true, Json::error_handler_t::replace);
     return text.size() > 120 ? text.substr(0, 120) + "…" : text;
 }
+
+// Text from a file in such a message, without quotes.
+std::string shown_text(const std::string& text);
 
 struct JsonKeys {
     std::string path;  // of the file

@@ -31,8 +31,20 @@ void for_chunks(int64_t begin, int64_t end, int64_t chunk, const Body& body) {
     if (error) std::rethrow_exception(error);
 }
 
+// Elements [begin, end) of a tensor in a GGUF file.
+void read_gguf(const StoredPart& part, int64_t begin, int64_t end, float* dst) {
+    const int64_t HS = part.interleaved_head_size, C = part.cols;
+    if (!HS) return part.gguf->read(part.gguf_name, begin, end - begin, dst);
+    for (int64_t n; begin < end; begin += n, dst += n) {
+        const int64_t row = begin / C, r = row % HS, file_row = row - r + r % (HS / 2) * 2 + r / (HS / 2);
+        n = std::min(end, (row + 1) * C) - begin;
+        part.gguf->read(part.gguf_name, file_row * C + begin % C, n, dst);
+    }
+}
+
 // Elements [begin, end) of a tensor in the file's order, as fp32.
 void read_chunk(const StoredPart& part, int64_t begin, int64_t end, float* dst, RangeChecksum* checksum) {
+    if (part.gguf) return read_gguf(part, begin, end, dst);
     thread_local std::vector<char> raw;
     const SafetensorsEntry& entry = *part.entry;
     const int64_t size = dtype_size(entry.dtype), n = end - begin;
@@ -55,6 +67,21 @@ void read_chunk(const StoredPart& part, int64_t begin, int64_t end, float* dst, 
 }
 
 }  // namespace
+
+DType StoredPart::dtype() const {
+    if (!gguf) return entry->dtype;
+    const GgufType type = gguf->tensor(gguf_name).type->type();
+    return type == GgufType::F16 ? DType::F16 : type == GgufType::BF16 ? DType::BF16 : DType::F32;
+}
+
+std::vector<int64_t> StoredPart::shape(bool matrix) const {
+    if (!matrix) return {rows};
+    return transposed ? std::vector{cols, rows} : std::vector{rows, cols};
+}
+
+void StoredPart::read_values(int64_t first, int64_t end, float* dst) const {
+    read_chunk(*this, first, end, dst, nullptr);
+}
 
 ParamReader::ParamReader(Takers who) : takers(who) {
     for (int i = 0; i < 2 && takers == Takers::Caller; i++)

@@ -1,21 +1,31 @@
-// Reads parameters from safetensors files on all cores: in chunks that stay in a core's cache for a host arena, in
-// large blocks of pinned memory for a device.
+// Reads parameters from safetensors and GGUF files on all cores: in chunks that stay in a core's cache for a host
+// arena, in large blocks of pinned memory for a device.
 #pragma once
 
 #include <functional>
 #include <utility>
 
 #include "runtime/device/device.h"
+#include "runtime/files/gguf_file.h"
 #include "runtime/files/safetensors.h"
 #include "runtime/model/params.h"
 
 // Where a file holds elements [begin, begin + rows·cols) of a parameter. transposed: the file stores [cols, rows].
 struct StoredPart {
-    const SafetensorsFile* file;
+    const SafetensorsFile* file;  // null: a GGUF file holds it
     const SafetensorsEntry* entry;
     int64_t begin, rows, cols;
     bool transposed;
+    const GgufFile* gguf = nullptr;
+    std::string gguf_name = "";
+    // Of q and k where RoPE rotates neighbouring channels: row 2i + s of a head in the file is row i + s·head_size/2.
+    int64_t interleaved_head_size = 0;
+
     int64_t numel() const { return rows * cols; }
+    DType dtype() const;                            // of numbers that hold the file's values
+    std::vector<int64_t> shape(bool matrix) const;  // as the file has it
+    // Reads elements [begin, end) of the tensor as fp32: in the file's order, but for interleaved heads.
+    void read_values(int64_t first, int64_t end, float* dst) const;
 };
 
 // A callback that gets elements [begin, begin + count) of a parameter as fp32 values on the host. It may change them.

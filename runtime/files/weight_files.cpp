@@ -12,6 +12,7 @@
 #include "runtime/files/checkpoint_directory.h"
 #include "runtime/files/files.h"
 #include "runtime/files/non_finite.h"
+#include "runtime/model/packed_params.h"
 #include "runtime/text.h"
 
 using nlohmann::json;
@@ -102,6 +103,11 @@ std::vector<int64_t> source_shape(const Param& p, const SourceTensor& source) {
     return {source.rows, p.cols};
 }
 
+// [rows, bytes]: never transposed, because groups are along the rows of the matrix in memory.
+std::vector<int64_t> packed_shape(const Param& p, const SourceTensor& source, Packing packing) {
+    return {source.rows, packed_row_bytes(packing, p.cols)};
+}
+
 // A tied model has no head of its own. If a file stores one anyway it must equal the embedding: transformers 4 uses the
 // embedding and transformers 5 the stored head, so a difference means that the config is wrong.
 void check_tied_head(const WeightFiles::Location& head, const WeightFiles::Location& embedding) {
@@ -120,7 +126,13 @@ void check_tied_head(const WeightFiles::Location& head, const WeightFiles::Locat
             "tie_word_embeddings to false in config.json");
 }
 
-// Throws for a finite value that dtype would make infinite.
+// The tensors of a parameter. own_names: the file holds it under the table's name.
+std::vector<SourceTensor> sources_of(const Param& p, bool own_names) {
+    return own_names ? std::vector<SourceTensor>{{p.name, 0, p.rows, false}} : p.sources;
+}
+
+}  // namespace
+
 void check_range(const float* values, int64_t n, DType dtype, const std::string& path, const std::string& tensor) {
     if (dtype == DType::F32) return;
     // The smallest magnitude that is rounded to infinity: half a unit in the last place above the largest finite one.
@@ -134,89 +146,97 @@ void check_range(const float* values, int64_t n, DType dtype, const std::string&
                     dtype_name(dtype), "; use ", dtype == DType::F16 ? "bf16 or fp32" : "fp32"));
 }
 
-// The tensors of a parameter. own_names: the file holds it under the table's name.
-std::vector<SourceTensor> sources_of(const Param& p, bool own_names) {
-    return own_names ? std::vector<SourceTensor>{{p.name, 0, p.rows, false}} : p.sources;
-}
-
-}  // namespace
-
 bool holds_weights(const std::string& directory) {
     return path_exists(join_path(directory, WEIGHTS)) || path_exists(join_path(directory, WEIGHTS_INDEX));
 }
 
-struct StoredWeights::Files : WeightFiles {};
+StoredWeights::StoredWeights(std::string model, std::shared_ptr<const void> owner, Tensors all)
+    : where(std::move(model)), files(std::move(owner)), by_param(std::move(all)) {}
 
-StoredWeights::StoredWeights(const std::string& directory, const ParamTable& table)
-    : files(std::make_shared<const Files>(Files{open_weights(directory, table.file)})) {
+StoredWeights::StoredWeights(const std::string& directory, const ParamTable& table, std::optional<Packing> packing)
+    : where(directory), by_param(table.params.size()) {
+    const auto opened = std::make_shared<const WeightFiles>(open_weights(directory, table.file));
+    files = opened;
+    const auto& stored = opened->tensors;
     // Earlier versions saved a LLaMA whose heads do not divide the channels as "train_gpt", under the table's own
     // names.
     const bool any = !table.params.empty() && !table.params[0].sources.empty();
-    own_names = any && files->tensors.count(table.params[0].name) &&
-                !files->tensors.count(bare_name(table.params[0].sources[0].name));
+    const bool own_names =
+        any && stored.count(table.params[0].name) && !stored.count(bare_name(table.params[0].sources[0].name));
     std::set<std::string> wanted;
     for (const Param& p : table.params) {
         for (const SourceTensor& source : sources_of(p, own_names)) {
-            const auto location = files->tensors.find(bare_name(source.name));
-            require(location != files->tensors.end(), directory, ": tensor ", source.name,
+            const auto location = stored.find(bare_name(source.name));
+            require(location != stored.end(), directory, ": tensor ", source.name,
                     " is missing from the weights; the files are incomplete or config.json describes another model");
             const SafetensorsEntry& entry = location->second.entry();
-            const std::vector<int64_t> expected = source_shape(p, source);
+            const bool packed = packing && packs(p, *packing);
+            const std::vector<int64_t> expected = packed ? packed_shape(p, source, *packing) : source_shape(p, source);
             require(entry.shape == expected, location->second.where(), ": shape ", shape_string(entry.shape),
                     ", expected ", shape_string(expected), "; the file does not belong to this config.json");
             const bool floats = entry.dtype == DType::F32 || entry.dtype == DType::F64 || entry.dtype == DType::BF16 ||
                                 entry.dtype == DType::F16;
-            require(floats, location->second.where(), ": is ", dtype_name(entry.dtype),
-                    "; weights must be F32, BF16 or F16");
+            require(packed ? entry.dtype == DType::U8 : floats, location->second.where(), ": is ",
+                    dtype_name(entry.dtype), packed ? "; packed weights are U8" : "; weights must be F32, BF16 or F16");
             wanted.insert(bare_name(source.name));
+            const int64_t row_size = packed ? packed_row_bytes(*packing, p.cols) : p.row_size();
+            by_param[p.index].push_back({location->second.name,
+                                         {location->second.file, &entry, source.row * row_size, source.rows, row_size,
+                                          source.transposed && p.cols && !packed}});
         }
     }
-    for (const auto& [name, location] : files->tensors) {
+    for (const auto& [name, location] : stored) {
         if (wanted.count(name) || is_buffer(name)) continue;
         const bool tied_head = name == "lm_head.weight" && any;
         require(tied_head, location.where(),
                 ": this model has no such tensor; the file does not belong to this config.json");
-        check_tied_head(location, files->tensors.at(bare_name(sources_of(table.params[0], own_names)[0].name)));
+        check_tied_head(location, stored.at(bare_name(sources_of(table.params[0], own_names)[0].name)));
     }
 }
 
-std::vector<StoredWeights::Tensor> StoredWeights::tensors(const Param& p) const {
-    std::vector<Tensor> all;
-    for (const SourceTensor& source : sources_of(p, own_names)) {
-        const WeightFiles::Location& location = files->tensors.at(bare_name(source.name));
-        const bool transposed = source.transposed && p.cols;
-        all.push_back(
-            {location.name,
-             {location.file, &location.entry(), source.row * p.row_size(), source.rows, p.row_size(), transposed}});
-    }
-    return all;
-}
-
-WeightSource open_weight_source(const std::string& directory, const ParamTable& table, const AdjustValues& adjust) {
-    const auto weights = std::make_shared<const StoredWeights>(directory, table);
+WeightSource open_weight_source(const StoredWeights& weights, const AdjustValues& adjust) {
     const auto reader = std::make_shared<ParamReader>(ParamReader::Takers::AllThreads);
     const auto fetch = [weights, reader, adjust](const Param& p, std::vector<float>& buffer) {
         buffer.assign(size_t(p.padded_numel()), 0.0f);
         const auto take = [&](int64_t begin, int64_t count, const float* values) {
             std::copy_n(values, count, buffer.begin() + begin);
         };
-        for (const auto& [name, part] : weights->tensors(p)) reader->read(part, 0, p.numel(), take);
+        for (const auto& [name, part] : weights.tensors(p)) reader->read(part, 0, p.numel(), take);
         if (adjust) adjust(p, 0, p.numel(), buffer.data());
         return static_cast<const float*>(buffer.data());
     };
-    const auto dtype = [weights](const Param& p, const SourceTensor& tensor) {
-        const std::vector<StoredWeights::Tensor> stored = weights->tensors(p);
-        for (size_t i = 0; i < stored.size(); i++)
-            if (p.sources[i].row == tensor.row) return stored[i].part.entry->dtype;
-        return stored[0].part.entry->dtype;  // under the table's own name: one tensor for all sources
+    const auto fetch_rows = [weights, reader, adjust](const Param& p, int64_t row, int64_t rows,
+                                                      std::vector<float>& buffer) {
+        const int64_t first = row * p.row_size(), n = rows * p.row_size();
+        buffer.resize(size_t(n));
+        const auto take = [&](int64_t begin, int64_t count, const float* values) {
+            std::copy_n(values, count, buffer.begin() + (begin - first));
+        };
+        for (const auto& [name, part] : weights.tensors(p)) reader->read(part, first, n, take);
+        if (adjust) adjust(p, first, n, buffer.data());
+        return static_cast<const float*>(buffer.data());
     };
-    return {fetch, dtype};
+    const auto dtype = [weights](const Param& p, const SourceTensor& tensor) {
+        const std::vector<StoredWeights::Tensor>& stored = weights.tensors(p);
+        for (size_t i = 0; i < stored.size(); i++)
+            if (p.sources[i].row == tensor.row) return stored[i].part.dtype();
+        return stored[0].part.dtype();  // under the table's own name: one tensor for all sources
+    };
+    return {fetch, dtype, fetch_rows};
 }
 
-std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas,
-                         const AdjustValues& adjust) {
+WeightSource open_weight_source(const std::string& directory, const ParamTable& table, const AdjustValues& adjust) {
+    return open_weight_source(StoredWeights(directory, table), adjust);
+}
+
+std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas) {
     check_arenas(table, arenas, directory);
-    const StoredWeights weights(directory, table);  // checks everything before the first copy
+    return load_weights(StoredWeights(directory, table), table, arenas);  // which checks all before the first copy
+}
+
+std::string load_weights(const StoredWeights& weights, const ParamTable& table, const WeightArenas& arenas,
+                         const AdjustValues& adjust) {
+    check_arenas(table, arenas, weights.path());
     ParamReader reader(ParamReader::takers_of(arenas));
     NonFiniteTensors non_finite;
     for (const Param& p : table.params) {
@@ -227,7 +247,7 @@ std::string load_weights(const std::string& directory, const ParamTable& table, 
             const auto take = [&, &tensor = name](int64_t begin, int64_t count, float* values) {
                 if (adjust) adjust(p, begin, count, values);
                 if (!all_finite(values, count)) finite = false;
-                check_range(values, count, dtype, directory, tensor);
+                check_range(values, count, dtype, weights.path(), tensor);
                 arenas.store(p, values, begin, count);
             };
             reader.read(part, 0, p.numel(), take, nullptr,
@@ -237,7 +257,7 @@ std::string load_weights(const std::string& directory, const ParamTable& table, 
         const std::vector<float> padding(size_t(p.padded_numel() - p.numel()), 0.0f);
         arenas.store(p, padding.data(), p.numel(), int64_t(padding.size()));
     }
-    return non_finite.warning(directory);
+    return non_finite.warning(weights.path());
 }
 
 namespace {
@@ -305,10 +325,24 @@ class SourceWriter {
     std::vector<char> converted;
 };
 
+void write_packed(SafetensorsWriter& writer, size_t number, const Param& p, const SourceTensor& source,
+                  const float* values, const PackedRows& packed) {
+    const int64_t bytes = packed_row_bytes(packed.packing, p.cols);
+    std::vector<uint8_t> rows(size_t(source.rows * bytes));
+    packed.quantise({packed.packing, p.cols, host_tensor(rows.data(), {source.rows, bytes})}, p, source.row,
+                    values + source.row * p.cols);
+    writer.seek(number, 0);
+    writer.write(rows.data(), int64_t(rows.size()));
+}
+
 void declare_weights(SafetensorsWriter& writer, const ParamTable& table, const StoredDType& stored_dtype,
-                     const std::string& path) {
+                     const std::string& path, const PackedRows* packed = nullptr) {
     for (const Param& p : table.params) {
         for (const SourceTensor& source : p.sources) {
+            if (packed && packs(p, packed->packing)) {
+                writer.declare(source.name, DType::U8, packed_shape(p, source, packed->packing));
+                continue;
+            }
             const DType dtype = stored_dtype(p, source);
             require(dtype == DType::F32 || dtype == DType::BF16 || dtype == DType::F16, path,
                     ": cannot save weights as ", dtype_name(dtype), "; use fp32, bf16 or fp16");
@@ -320,17 +354,21 @@ void declare_weights(SafetensorsWriter& writer, const ParamTable& table, const S
 }  // namespace
 
 void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch,
-                  const StoredDType& stored_dtype) {
+                  const StoredDType& stored_dtype, const PackedRows* packed) {
     SafetensorsWriter writer(path);
-    declare_weights(writer, table, stored_dtype, path);
+    declare_weights(writer, table, stored_dtype, path, packed);
     writer.begin();
     SourceWriter sources(writer, path);
     std::vector<float> buffer;
     size_t number = 0;
     for (const Param& p : table.params) {
         const float* const values = fetch(p, buffer);
-        for (const SourceTensor& source : p.sources)
-            sources.write(number++, p, source, stored_dtype(p, source), values, 0, p.numel());
+        for (const SourceTensor& source : p.sources) {
+            if (packed && packs(p, packed->packing))
+                write_packed(writer, number++, p, source, values, *packed);
+            else
+                sources.write(number++, p, source, stored_dtype(p, source), values, 0, p.numel());
+        }
     }
     writer.finish();
 }

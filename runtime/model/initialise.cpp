@@ -9,7 +9,8 @@ namespace {
 
 constexpr int64_t BLOCK = 1 << 22;  // elements of a copy to a device: 16 MiB
 
-// Elements [begin, begin + n) of a parameter.
+}  // namespace
+
 void initial_values(float* out, const Param& p, uint64_t seed, int64_t begin, int64_t n) {
     if (p.init_bound > 0) {
         const uint64_t key = name_hash(p.name);
@@ -33,8 +34,6 @@ void initial_values(float* out, const Param& p, uint64_t seed, int64_t begin, in
         for (int64_t i = at; i < at + count; i++) out[i] *= p.init_std;
     }
 }
-
-}  // namespace
 
 // In blocks of pinned memory, because a host copy of the whole model would need too much. While the device copies one,
 // the other is filled.

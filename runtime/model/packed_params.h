@@ -1,0 +1,15 @@
+// Which parameters of a model with packed weights are packed, and how large they are.
+#pragma once
+
+#include "runtime/model/packed_weight.h"
+#include "runtime/model/params.h"
+#include "runtime/model/roles.h"
+
+// The weights of the blocks' linear layers, the token embedding and the head. The others stay in the model's dtype:
+// norms, biases, the position table, decay gates.
+inline bool may_pack(const Param& p) {
+    return linear_layer_index(p.role) >= 0 || p.role == WTE || p.role == HEAD_W;
+}
+inline bool packs(const Param& p, Packing packing) {
+    return may_pack(p) && can_pack(packing, p.cols);
+}
