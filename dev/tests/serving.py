@@ -56,7 +56,7 @@ class ChatModelTest(TrainingTest):
 
 def needs_serve():
     """Skips a test of a build without the HTTP library."""
-    if "libmicrohttpd" in run("serve", "--help").stderr:
+    if "was built without" in run("serve", "--help").stderr:
         raise unittest.SkipTest("this build has no libmicrohttpd")
 
 

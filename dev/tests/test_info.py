@@ -49,10 +49,11 @@ class InfoTest(BaseRunTest):
 
     def test_help_lists_every_option(self):
         overview = run("--help").stdout
-        for command in ("train", "eval", "sample", "chat", "logits", "plan", "convert", "info"):
+        for command in ("train", "eval", "sample", "chat", "serve", "logits", "plan", "convert", "info"):
             self.assertIn(command, overview)
             done = run(command, "--help")
-            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            if "was built without" not in done.stderr:
+                self.assertEqual((done.returncode, done.stderr), (0, ""))
         text = run("train", "--help", "all").stdout
         with open(os.path.join(self.base, "run.toml")) as file:
             options = [line.split("=")[0] for line in file if "=" in line]

@@ -173,6 +173,7 @@ class ServedPageTest(BrowserTest, ChatModelTest):
     def test_served_page(self):
         server = Server("--model", self.model, "--context", 250)
         self.addCleanup(server.__exit__)
+        self.assertEqual(server.ask("GET", "/")[1]["Content-Security-Policy"], POLICY)
         self.url = server.url
         self.open()
         self.set_field("temperature", "0")
@@ -341,7 +342,7 @@ class PageTest(BrowserTest):
         self.assertEqual(set(self.server.requests[-1][1]), {"model", "messages", *STREAM})
 
     def test_a_model_without_a_chat_template(self):
-        self.server.models = {"base": False, "adapter": True}
+        self.server.models = {"adapter": True, "base": False}
         self.open()
         Select(self.the("model")).select_by_visible_text("base")
         self.set_field("max_tokens", "5")
@@ -361,7 +362,10 @@ class PageTest(BrowserTest):
         self.open()
         self.assertEqual(Select(self.the("model")).first_selected_option.text, "base")
         Select(self.the("model")).select_by_visible_text("adapter")
-        self.assertTrue(self.the("send").text == "Send")
+        self.assertEqual(self.the("send").text, "Send")
+        self.ask("d")
+        self.assertEqual((self.server.requests[4][0], self.server.requests[4][1]["model"]),
+                         ("/v1/chat/completions", "adapter"))
 
     def test_a_telephone(self):
         self.addCleanup(self.browser.execute_cdp_cmd, "Emulation.clearDeviceMetricsOverride", {})
