@@ -322,7 +322,8 @@ class GgufModelTest(CommandsTest):
         self.refused(1, ["there.gguf: exists already"], "convert", llama, self.path("there.gguf"))
         for name in "x.GGUF", "x.ggml", "x.safetensors":
             self.refused(2, [name, "let DST end in .gguf"], "convert", llama, self.path(name))
-        self.refused(2, ["--weights", ".gguf"], "convert", llama, self.path("out"), "--weights", "int8")
+        self.refused(2, ["--weights bf16", ".gguf"], "convert", llama, self.path("out"), "--weights", "bf16")
+        self.refused(2, ["--weights fp8", "int8"], "convert", llama, self.path("x.gguf"), "--weights", "fp8")
         self.refused(2, ["--weights", "--dtype"], "convert", llama, self.path("x.gguf"), "--weights", "int8", "--dtype", "bf16")
         self.refused(1, ["no dynamic RoPE scaling", "train --model llama-tiny"], "convert",
                      os.path.join(MODELS, "llama-rope-dynamic"), self.path("x.gguf"))

@@ -88,7 +88,7 @@ class ServeLoad(TrainingTest):
                     elif what < 0.6:
                         with contextlib.closing(server.stream(**fields)) as s:
                             got = b""
-                            while b"[DONE]" not in got:
+                            while b"[DONE]" not in got and b" 503 " not in got:
                                 part = s.recv(65536)
                                 if not part:
                                     break
