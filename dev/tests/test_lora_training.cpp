@@ -489,6 +489,7 @@ TEST(Qlora, NeedsRowsOfWholeBlocks) {
     qlora.nf4 = true;
     ModelConfig config = qlora_config(true);
     config.ffn = 120;
-    expect_error([&] { const Driver d = lora_driver(config, training_shape(1, 8), qlora); },
-                 "layers.0.fcproj.weight: has 120 inputs; NF4 needs a multiple of 64; leave out --qlora or --weights nf4");
+    expect_error(
+        [&] { const Driver d = lora_driver(config, training_shape(1, 8), qlora); },
+        "layers.0.fcproj.weight: has 120 inputs; NF4 needs a multiple of 64; leave out --qlora or --weights nf4");
 }
