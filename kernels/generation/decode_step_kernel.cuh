@@ -412,7 +412,7 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
     __syncthreads();
     Ring ring{shared.full, shared.empty, memory + a.ring_offset, a.stages, a.stage_bytes};
     if (warp == WARPS) {
-        if (lane == 0) stream_weights(a, layers, shared.pairs, ring);
+        if (lane == 0) stream_weights<T, PACKED>(a, layers, shared.pairs, ring);
         return;
     }
     ComputingWarps<T, NB, HEADS, EXTENDED, PACKED>(a, shared, softmax_statistics, memory).run(ring);

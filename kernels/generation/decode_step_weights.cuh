@@ -38,7 +38,7 @@ __device__ __forceinline__ PairRange pairs_of_block(const MatrixPlan& p) {
 
 // Called by one thread. A norm is one stage: its weights, then its biases. A stage of a matrix has the rows of up to
 // 1 << log_per_stage pairs in order, with SwiGLU first those of gate and then those of up.
-template <typename T>
+template <typename T, bool PACKED>
 __device__ void stream_weights(const Arguments<T>& a, const Layer* layers, const PairRange* pairs, Ring ring) {
     const auto stream_norm = [&](const float* weight, const float* bias) {
         const int bytes = a.C * int(sizeof(float));
@@ -47,6 +47,20 @@ __device__ void stream_weights(const Arguments<T>& a, const Layer* layers, const
         if (bias) bulk_load(to + bytes, bias, bytes, ring.full + ring.stage);
         ring.advance();
     };
+    const auto stream_dense = [&](const MatrixPlan& p, const PairRange& range, const T* weight, bool swiglu) {
+        const int end = range.end, per_stage = 1 << p.log_per_stage;
+#pragma unroll 1
+        for (int pair = range.first; pair < end; pair += per_stage) {
+            const int64_t K = p.K;
+            const int bytes = min(per_stage, end - pair) * 2 * p.K * int(sizeof(T));
+            char* const to = ring.acquire(swiglu ? 2 * bytes : bytes);
+            bulk_load(to, weight + pair * 2 * K, bytes, ring.full + ring.stage);
+            if (swiglu)
+                bulk_load(to + bytes, weight + (int64_t(p.pairs) + pair) * 2 * K, bytes, ring.full + ring.stage);
+            ring.advance();
+        }
+    };
+    // Of packed weights; a stage holds their rows at a pitch of their own.
     const auto stream_rows = [&](char* to, const char* from, int rows, const MatrixPlan& p) {
         if (p.pitch == p.row_bytes) return bulk_load(to, from, rows * p.row_bytes, ring.full + ring.stage);
 #pragma unroll 1
@@ -55,6 +69,7 @@ __device__ void stream_weights(const Arguments<T>& a, const Layer* layers, const
     };
     const auto stream_matrix = [&](int which, const void* matrix, bool swiglu) {
         const MatrixPlan& p = a.plans[which];
+        if constexpr (!PACKED) return stream_dense(p, pairs[which], static_cast<const T*>(matrix), swiglu);
         const char* const weight = static_cast<const char*>(matrix);
         const int end = pairs[which].end, per_stage = 1 << p.log_per_stage;
         const int64_t pair_bytes = 2 * p.row_bytes;
