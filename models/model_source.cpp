@@ -160,8 +160,9 @@ std::vector<LoraAdapter> read_adapters(const ModelSource& source, const ParamTab
 }
 
 void refuse_packed(const ModelSource& source, const std::string& what) {
-    require(!source.packing, source.directory, ": its weights are packed (", packing_name(*source.packing),
-            "), for inference alone; for ", what, " name the model that it was converted from");
+    if (!source.packing) return;
+    throw Error(str(source.directory, ": its weights are packed (", packing_name(*source.packing),
+                    "), for inference alone; for ", what, " name the model that it was converted from"));
 }
 
 StoredWeights stored_weights(const ModelSource& source, const ParamTable& table) {
