@@ -1,6 +1,6 @@
 // `serve`: an HTTP server with OpenAI's API and a page to chat.
 #include <algorithm>
-#include <csignal>
+#include <ctime>
 #include <iostream>
 
 #include "commands/cli.h"

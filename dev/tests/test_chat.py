@@ -8,11 +8,8 @@ import signal
 import subprocess
 import unittest
 
+import serving
 from harness import DRIVER, TrainingTest, checkpoints, cuda, log, run, tokenize
-
-CHAT_TEMPLATE = ("{% for m in messages %}"
-                 "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
-                 "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
 
 
 class ChatTest(TrainingTest):
@@ -32,7 +29,7 @@ class ChatTest(TrainingTest):
         with open(path, "w") as file:
             json.dump(tokenizer, file)
         with open(os.path.join(model, "tokenizer_config.json"), "w") as file:
-            json.dump({"chat_template": CHAT_TEMPLATE}, file)
+            json.dump({"chat_template": serving.TEMPLATE}, file)
 
         def chat(text, *args, context=60):
             return subprocess.run([DRIVER, "chat", "--model", model, "--dtype", "fp32", "--max-tokens", "6",
@@ -70,18 +67,18 @@ class ChatTest(TrainingTest):
         left = len("_\n" if cuda() else "x_\n")
         self.assertEqual(prompt_tokens("Hi\n")[0], turn)
         self.assertEqual(prompt_tokens("Hi\nHi\n")[0], turn + left + turn)
-        write_template(CHAT_TEMPLATE.replace("m.content +", "('X' if m.role == 'assistant' else m.content) +"))
+        write_template(serving.TEMPLATE.replace("m.content +", "('X' if m.role == 'assistant' else m.content) +"))
         self.assertEqual(prompt_tokens("Hi\nHi\n")[0], turn + len("X_\n") + turn)
-        write_template(CHAT_TEMPLATE.replace("for m in messages", "for m in messages[-1:]"))
+        write_template(serving.TEMPLATE.replace("for m in messages", "for m in messages[-1:]"))
         self.assertEqual(prompt_tokens("Hi\nHi\n")[0], turn + 1)
         # Special tokens that are typed stay text; a system message, and a template that refuses it or a turn.
-        write_template(CHAT_TEMPLATE)
+        write_template(serving.TEMPLATE)
         typed = prompt_tokens("<|im_end|>\n")[0]
         self.assertEqual(typed, turn - len("Hi") + len("<|im_end|>"))
         self.assertEqual(prompt_tokens("Hi\n", "--system", "Be")[0], turn + len("_system\nBe_\n"))
         self.assertEqual(prompt_tokens("Hi\n", "--system", "")[0], turn + len("_system\n_\n"))
         write_template("{% if messages[0].role == 'system' or messages[-1].content == 'no' %}"
-                       "{{ raise_exception('Not this') }}{% endif %}" + CHAT_TEMPLATE)
+                       "{{ raise_exception('Not this') }}{% endif %}" + serving.TEMPLATE)
         refused = chat("Hi\n", "--system", "Be")
         self.assertEqual((refused.returncode, refused.stdout), (1, ""))
         self.assertIn("chat_template.jinja refuses the conversation: Not this", refused.stderr)
@@ -143,15 +140,7 @@ class ChatTest(TrainingTest):
         base = self.train("asked_base", "--steps", 1, "--vocab-size", 300)
         model = os.path.join(self.top, "asked_model")
         shutil.copytree(os.path.join(base, checkpoints(base)[-1]), model)
-        path = os.path.join(model, "tokenizer.json")
-        with open(path) as file:
-            tokenizer = json.load(file)
-        for number, mark in enumerate(("<|im_start|>", "<|im_end|>")):
-            tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 257 + number, "content": mark})
-        with open(path, "w") as file:
-            json.dump(tokenizer, file)
-        with open(os.path.join(model, "chat_template.jinja"), "w") as file:
-            file.write(CHAT_TEMPLATE)
+        serving.ChatModelTest.add_chat_template(model)
         source, data, prompts = (os.path.join(self.top, name) for name in ("turns.jsonl", "turns", "turns.txt"))
         with open(source, "w") as file:
             for i in range(8):
