@@ -1,10 +1,7 @@
 #include "serve/answer.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
-
-#include "data/utf8.h"
 
 namespace {
 
@@ -40,7 +37,7 @@ Answer::Answer(CompletionCall c, const ServedModel& m, std::shared_ptr<http::Rep
       model(m),
       reply(std::move(r)),
       id(new_id(call.chat)),
-      created(std::time(nullptr)),
+      created_and_model(str(",\"created\":", std::time(nullptr), ",\"model\":", json_string(call.model))),
       left(call.prompts.size() * size_t(call.n)) {
     for (size_t prompt = 0; prompt < call.prompts.size(); prompt++)
         for (int64_t i = 0; i < call.n; i++) {
@@ -84,8 +81,7 @@ std::string Answer::usage() const {
 }
 
 std::string Answer::head(const char* object) const {
-    return str("{\"id\":\"", id, "\",\"object\":\"", object, "\",\"created\":", created,
-               ",\"model\":", json_string(call.model));
+    return "{\"id\":\"" + id + "\",\"object\":\"" + object + "\"" + created_and_model;
 }
 
 std::string Answer::finish_of(const Sequence& s) const {

@@ -60,7 +60,7 @@ class Answer {
     const ServedModel& model;
     const std::shared_ptr<http::Reply> reply;
     const std::string id;
-    const std::time_t created;
+    const std::string created_and_model;  // of head(), which every event has
     std::deque<Sequence> all;
     size_t left;
     bool streaming = false;  // the stream has begun
