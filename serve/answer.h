@@ -40,6 +40,7 @@ class Answer {
     void token(Sequence& s);  // a token joined s
     void end(Sequence& s);    // s has ended; the answer with the last one
     bool ended() const { return left == 0; }
+    bool one_left() const { return left == 1; }  // sequence that has not ended
     int64_t prompt_tokens() const;
     int64_t completion_tokens() const;
     // Instead of what is missing of the answer.

@@ -77,13 +77,14 @@ void Service::token(const Request& r) {
 
 void Service::end(const Request& r) {
     Answer::Sequence& s = sequence_of(r);
-    s.answer->end(s);
+    // Before its client has the answer, who may ask for the metrics or for more.
+    if (s.answer->one_left()) metrics.finished(s.answer->prompt_tokens(), s.answer->completion_tokens());
     {
         const std::lock_guard lock(mutex);
         live--;
     }
+    s.answer->end(s);
     if (!s.answer->ended()) return;
-    metrics.finished(s.answer->prompt_tokens(), s.answer->completion_tokens());
     for (auto a = answers.begin(); a != answers.end(); ++a) {
         if (a->get() != s.answer) continue;
         finished.push_back(*a);  // the scheduler still reads the request
