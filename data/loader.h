@@ -43,6 +43,14 @@ struct Batch {
     // With LoaderOptions::max_sequences: the number of sequences. cum_seqlens has max_sequences + 1 entries, those at
     // the end repeat B·T, and max_seqlen is T. 0: cum_seqlens has all sequences and no room.
     int64_t num_sequences = 0;
+    // Preference pairs (TokenFiles::has_pairs()), in the order of tokens; each lies in one training sequence. Empty:
+    // the data has none.
+    struct Pair {
+        int32_t chosen, rejected, end;  // positions: the examples [chosen, rejected) and [rejected, end)
+        int64_t index;                  // of the pair in the files, those that were left out included
+    };
+    std::vector<Pair> pairs;
+    int64_t pairs_of_all_ranks = 0;  // of the micro-batch, as loss_tokens
 };
 
 struct LoaderOptions {

@@ -15,6 +15,7 @@ struct PackedExample {
     int64_t begin;        // of its tokens in the files
     int32_t tokens;       // at least 2
     int32_t loss_tokens;  // targets with a loss
+    int64_t pair = -1;    // of a preference pair: its number in the files, those that were left out included; else -1
 };
 
 class ExamplePacking {

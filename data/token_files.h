@@ -28,7 +28,7 @@ class TokenFiles {
     // Whether the masks say where examples start.
     bool has_examples() const { return any_examples; }
     // dst[i] = the flags of token begin + i.
-    static constexpr uint8_t LOSS = 1, EXAMPLE_START = 2;
+    static constexpr uint8_t LOSS = 1, EXAMPLE_START = 2, REJECTED = 4;
     void read_flags(int64_t begin, int64_t count, uint8_t* dst) const;
     const std::string& pattern() const { return name; }
     std::vector<std::string> paths() const;

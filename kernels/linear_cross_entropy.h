@@ -17,22 +17,28 @@
 #include "runtime/model/softcap_config.h"
 
 struct LinearCrossEntropy {
-    Tensor losses;            // fp32 [n], nats
-    Tensor dinp;              // [n, C] T
-    Tensor dweight;           // [Vp, C] fp32 or T, or null: not computed
-    Tensor dbias;             // fp32 [Vp], or null
-    Tensor inp;               // [n, C] T; undefined afterwards
-    Tensor weight;            // [Vp, C] T
-    Tensor bias;              // [Vp] T, or null
-    Tensor targets;           // int32 [n]; IGNORE_TARGET: no loss
-    Tensor logits;            // [n, Vp] T, scratch: undefined afterwards
-    int64_t V = 0;            // columns of the logits from V on are padding
-    float dloss = 1;          // the gradient of each token's loss: 1/(tokens of the step)
-    Softcap softcap;          // of the logits
+    Tensor losses;    // fp32 [n], nats
+    Tensor dinp;      // [n, C] T
+    Tensor dweight;   // [Vp, C] fp32 or T, or null: not computed
+    Tensor dbias;     // fp32 [Vp], or null
+    Tensor inp;       // [n, C] T; undefined afterwards
+    Tensor weight;    // [Vp, C] T
+    Tensor bias;      // [Vp] T, or null
+    Tensor targets;   // int32 [n]; IGNORE_TARGET: no loss
+    Tensor logits;    // [n, Vp] T, scratch: undefined afterwards
+    int64_t V = 0;    // columns of the logits from V on are padding
+    float dloss = 1;  // the gradient of each token's loss: 1/(tokens of the step)
+    Tensor dlosses;   // fp32 [n]: instead of dloss, one for each token; null: dloss. Of ignored tokens any value
+    Softcap softcap;  // of the logits
     bool accumulate = false;  // dweight and dbias are added to, else overwritten
 };
 
 void linear_cross_entropy(const LinearCrossEntropy& x, Stream stream);
+
+// The same in two calls, for gradients that depend on the losses of other tokens: losses first, which keeps in logits
+// what the gradient needs; then dinp, dweight and dbias by x.dlosses. Between them logits and inp may not change.
+void linear_cross_entropy_losses(const LinearCrossEntropy& x, Stream stream);
+void linear_cross_entropy_gradient(const LinearCrossEntropy& x, Stream stream);
 
 // The losses alone, with the same bits. dinp, dweight, dbias and dloss are not used, and inp is not changed.
 void linear_cross_entropy_forward(const LinearCrossEntropy& x, Stream stream);
