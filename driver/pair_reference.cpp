@@ -41,7 +41,7 @@ json identity(const TrainSetup& s, const Model& model, const TrainingData& data)
 std::vector<float> read_values(const json& file, const char* key, const ExamplePacking* packing,
                                const std::string& path) {
     if (!packing) return {};
-    const size_t expected = 2 * size_t(packing->pairs_in_files());
+    const size_t expected = 2 * size_t(packing->num_pairs_in_files());
     const bool is_list = file.contains(key) && file[key].is_array() && file[key].size() == expected;
     require(is_list, path, ": key '", key, "' is no list of ", expected, " numbers; remove the file");
     std::vector<float> values;
@@ -69,7 +69,7 @@ bool covers(const std::vector<float>& values, const ExamplePacking* packing) {
 
 std::vector<float> compute(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
                            const ExamplePacking& packing, const std::function<void()>& before_batch) {
-    std::vector<float> own(2 * size_t(packing.pairs_in_files()), NAN);
+    std::vector<float> own(2 * size_t(packing.num_pairs_in_files()), NAN);
     const EvalBatches batches{files, acts.shape.B, acts.shape.T, model.config.vocab_size, -1, 0, &packing};
     std::vector<float> logps;
     for_each_own_batch(ctx, batches, [&](const Batch& batch) {
@@ -98,7 +98,7 @@ void append(std::vector<float>& values, const std::vector<float>& from, const Ba
 
 std::vector<float> PairReference::of_training(const Batch& batch) const {
     std::vector<float> values;
-    for (const Batch::Pair& pair : batch.pairs) append(values, train[pair.source], pair);
+    for (const Batch::Pair& pair : batch.pairs) append(values, train[size_t(pair.source)], pair);
     return values;
 }
 
