@@ -281,7 +281,7 @@ struct Input {
     Tensor targets;            // [n], or as many as loss_rows
     Tensor loss_rows;          // the tokens that backward() computes the head of, then −1; null: all
     AttentionSequences sequences;
-    bool two_passes = false;   // over the head (driver/sequence_loss.h)
+    bool two_passes = false;  // over the head (driver/sequence_loss.h)
 
     int64_t head_tokens() const { return loss_rows ? loss_rows.shape[0] : n; }
     int64_t head_kind() const { return two_passes ? -head_tokens() : head_tokens(); }  // of recorded micro-steps

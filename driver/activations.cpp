@@ -98,8 +98,8 @@ enum Dims {
     PAIRS_2,
     PAIR_STATS,  // [most_pairs(N), NUM_PAIR_STATS]
     STEP_SUMS,   // [ranks, NUM_STEP_SUMS]
-    DQ_SUMS,        // [AttentionSumRows::dq, NH·HS]
-    DKV_SUMS,       // [AttentionSumRows::dkv, 2·NKV·HS]
+    DQ_SUMS,     // [AttentionSumRows::dq, NH·HS]
+    DKV_SUMS,    // [AttentionSumRows::dkv, 2·NKV·HS]
     ONE,
     TWO,
     SAMPLING_ROW,
@@ -479,7 +479,8 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
            (c.qk_norm == QkNorm::AllHeads ? ALL_HEADS_NORM : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
            (c.norm_after ? NORM_AFTER : NORM_BEFORE) | (shape.fp8.on ? FP8 : 0u) |
            (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u) | (widest_adapter(shape) ? LORA : 0u) |
-           (shape.nf4_weight ? NF4 : 0u) | (shape.preference ? PAIRS : 0u) | (shape.adds_in_matmul ? ADD_IN_MATMUL : ADD_IN_NORM) |
+           (shape.nf4_weight ? NF4 : 0u) | (shape.preference ? PAIRS : 0u) |
+           (shape.adds_in_matmul ? ADD_IN_MATMUL : ADD_IN_NORM) |
            (shape.activation_epilogue == ActivationEpilogue::Both ? ACT_IN_FC : ACT_AFTER_FC);
 }
 

@@ -19,12 +19,13 @@ EvalBatches batches_of(const Model& model, const Activations& acts, const EvalSp
 
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const EvalSplit& split,
                     const std::function<void()>& before_batch) {
-    return evaluate(ctx, batches_of(model, acts, split), split.bytes, acts.loss_sum, [&](const Batch& batch, bool accumulate) {
-        if (before_batch) before_batch();
-        const Input in = upload(ctx, acts, batch);
-        forward({ctx, model, acts, in});
-        evaluate_loss({ctx, model, acts, in}, accumulate);
-    });
+    return evaluate(ctx, batches_of(model, acts, split), split.bytes, acts.loss_sum,
+                    [&](const Batch& batch, bool accumulate) {
+                        if (before_batch) before_batch();
+                        const Input in = upload(ctx, acts, batch);
+                        forward({ctx, model, acts, in});
+                        evaluate_loss({ctx, model, acts, in}, accumulate);
+                    });
 }
 
 namespace {

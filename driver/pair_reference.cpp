@@ -114,8 +114,7 @@ PairReference pair_reference(const Context& ctx, const Model& model, const Activ
     PairReference reference;
     for (const TrainingData& data : setup.data) {
         const json wanted = identity(setup, model, data);
-        const std::string path =
-            join_path(data.directory.path, str("reference-", hash_of(wanted.dump()), ".json"));
+        const std::string path = join_path(data.directory.path, str("reference-", hash_of(wanted.dump()), ".json"));
         std::string text;
         if (ctx.rank == 0 && path_exists(path)) text = read_file(path);
         ctx.comm->broadcast_host(text, 0);

@@ -84,7 +84,8 @@ void pair_head_forward_backward(const Pass& p, float dloss, const HeadRows& head
         }
     };
     if (p.in.two_passes) {
-        for_each_chunk([&](const LinearCrossEntropy& rows, int64_t) { linear_cross_entropy_forward(rows, p.stream()); });
+        for_each_chunk(
+            [&](const LinearCrossEntropy& rows, int64_t) { linear_cross_entropy_forward(rows, p.stream()); });
         preference_loss(loss, p.stream());
         for_each_chunk([&](const LinearCrossEntropy& rows, int64_t) { linear_cross_entropy(rows, p.stream()); });
         return;

@@ -1,12 +1,12 @@
 // Training on preference pairs: the head and the loss of a micro-step whose gradients depend on whole sequences
 // (kernels/preference_loss.h).
 //
-// The head computes only the rows of loss tokens, pair by pair: those of the chosen response, then those of the rejected
-// one. The gradient of a token depends on all losses of its pair, and the head runs in chunks of rows, so no pair goes
-// beyond the chunk in which it begins: where one would, −1 rows, which cost a matmul but have no gradient, fill the
-// chunk before it. Then each chunk is computed once: losses, the coefficients of its pairs, gradients. A batch with a
-// pair longer than a chunk, or without room for the gaps, takes two passes over the head instead: all losses, then all
-// gradients. LLaMA-3 in bf16 has chunks of 4096 rows.
+// The head computes only the rows of loss tokens, pair by pair: those of the chosen response, then those of the
+// rejected one. The gradient of a token depends on all losses of its pair, and the head runs in chunks of rows, so no
+// pair goes beyond the chunk in which it begins: where one would, −1 rows, which cost a matmul but have no gradient,
+// fill the chunk before it. Then each chunk is computed once: losses, the coefficients of its pairs, gradients. A batch
+// with a pair longer than a chunk, or without room for the gaps, takes two passes over the head instead: all losses,
+// then all gradients. LLaMA-3 in bf16 has chunks of 4096 rows.
 #pragma once
 
 #include <array>
@@ -51,9 +51,9 @@ void sum_pairs(const Pass& p, bool accumulate);
 void reference_pass(const Context& ctx, const Model& model, const Activations& acts, const Input& in);
 
 // What a run reports of its pairs: names and values, from sums over `pairs` pairs. rewards_chosen, rewards_rejected,
-// margin, accuracy (the share of pairs whose chosen response has the greater reward): means over the pairs. logp_chosen,
-// logp_rejected: nats per token. kl, with a reference: the mean of ln π − ln π_ref over the tokens of both responses,
-// which estimates the divergence where the responses are like the model's own.
+// margin, accuracy (the share of pairs whose chosen response has the greater reward): means over the pairs.
+// logp_chosen, logp_rejected: nats per token. kl, with a reference: the mean of ln π − ln π_ref over the tokens of both
+// responses, which estimates the divergence where the responses are like the model's own.
 using PairSums = std::array<double, NUM_PAIR_STATS>;
 PairSums pair_sums_of(const StepScalars& step);
 std::vector<std::pair<std::string, double>> pair_metrics(const PairSums& sums, double pairs, PreferenceMethod method);

@@ -249,8 +249,10 @@ void check_pairs(const TrainOptions& o, const ModelSource& source, const std::ve
         const bool pairs = data.train_files.has_pairs();
         require(!pairs || o.preference.on(), data.directory.path,
                 " holds preference pairs, which need a loss on pairs; add --loss dpo (ipo, simpo, orpo)");
-        require(pairs || !o.preference.on(), "--loss ", o.preference.description().substr(0, o.preference.description().find(',')), ": ", data.directory.path,
-                " holds no preference pairs; make data from rows with prompt, chosen and rejected, or leave --loss out");
+        require(
+            pairs || !o.preference.on(), "--loss ",
+            o.preference.description().substr(0, o.preference.description().find(',')), ": ", data.directory.path,
+            " holds no preference pairs; make data from rows with prompt, chosen and rejected, or leave --loss out");
         require(!data.val_files || data.val_files->has_pairs() == pairs, data.directory.path,
                 ": one of its splits holds preference pairs and the other none; make the data again");
     }
@@ -273,8 +275,8 @@ LearningRates default_rates(const TrainSetup& s) {
             break;
         case OptimizerType::Muon:
             if (s.o.muon.rms_scale()) break;
-            return {s.o.lora.on() ? 5e-3 * d.adapters_lr / FROM_CHECKPOINT.adapters_lr : 0.02 * factor, factor * (s.source.config.init == Init::FanIn ? 0.1 : 5e-3),
-                    5e-3 * factor, 1e-2 * factor};
+            return {s.o.lora.on() ? 5e-3 * d.adapters_lr / FROM_CHECKPOINT.adapters_lr : 0.02 * factor,
+                    factor * (s.source.config.init == Init::FanIn ? 0.1 : 5e-3), 5e-3 * factor, 1e-2 * factor};
     }
     return {adamw, adamw, adamw, adamw};
 }

@@ -222,7 +222,8 @@ Batch Trainer::warm_up_batch() const {
     batch.max_seqlen = options.seq_len;
     if (acts.shape.preference) {  // two equal halves of each sequence
         const auto T = int32_t(options.seq_len);
-        for (int32_t b = 0; b < options.batch_size; b++) batch.pairs.push_back({b * T, b * T + T / 2, (b + 1) * T, 0, 0});
+        for (int32_t b = 0; b < options.batch_size; b++)
+            batch.pairs.push_back({b * T, b * T + T / 2, (b + 1) * T, 0, 0});
     }
     if (const int64_t room = max_sequences()) {
         batch.num_sequences = options.batch_size;
@@ -348,7 +349,8 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     std::string of_pairs;
     if (const auto& preference = acts.shape.preference) {
         const PairSums sums = pair_sums_of(r);
-        for (const auto& [name, value] : pair_metrics(sums, double(q.loss_terms), preference->method)) line[name] = value;
+        for (const auto& [name, value] : pair_metrics(sums, double(q.loss_terms), preference->method))
+            line[name] = value;
         char part[64];
         std::snprintf(part, sizeof part, "  accuracy %.3f  margin %.4f", line["accuracy"].get<double>(),
                       line["margin"].get<double>());
@@ -371,8 +373,8 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     if (r.skip)
         progress.note(str("step ", q.step,
                           !q.loss_terms ? ": none of its tokens has a loss"
-                          : spike        ? str(": the gradient norm ", r.grad_norm, " is a spike")
-                                         : ": the loss or the gradient is not finite",
+                          : spike       ? str(": the gradient norm ", r.grad_norm, " is a spike")
+                                        : ": the loss or the gradient is not finite",
                           "; update skipped, ", q.step - r.t, " so far"));
     if (!q.loss_terms) return;  // it tells nothing of the training
     skips_in_a_row = r.skip ? skips_in_a_row + 1 : 0;

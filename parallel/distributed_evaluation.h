@@ -15,8 +15,8 @@ struct Evaluation {
     double bits_per_byte() const { return bytes ? nats / (std::log(2.0) * double(bytes)) : NAN; }
 };
 
-// Calls f with this rank's batches. All ranks call it equally often, with a batch without targets and pairs when none is
-// left, because with ZeRO stage 3 they gather weights together.
+// Calls f with this rank's batches. All ranks call it equally often, with a batch without targets and pairs when none
+// is left, because with ZeRO stage 3 they gather weights together.
 void for_each_own_batch(const Context& ctx, const EvalBatches& batches, const std::function<void(const Batch&)>& f);
 
 // Computes the loss over all batches. score(batch, accumulate) sets loss_sum ([1] fp64 on the device) to the batch's
