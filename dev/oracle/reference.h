@@ -453,13 +453,14 @@ inline Capped softcap(double x, const Softcap& s) {
 }
 
 struct CrossEntropy {
-    Values losses, dlogits;  // [N], [N, Vp]
+    Values losses, dlogits;              // [N], [N, Vp]
+    std::vector<double> mag_from_losses;  // of dlogits with p = exp((z − z_t) − loss), from a loss that is rounded
 };
 
 // ignore: the target whose tokens have no loss.
 inline CrossEntropy cross_entropy(const double* logits, const int32_t* targets, int32_t ignore, double dloss, int64_t N,
                                   int64_t V, int64_t Vp, const Softcap& cap = {}) {
-    CrossEntropy r{Values(N), Values(N * Vp)};
+    CrossEntropy r{Values(N), Values(N * Vp), std::vector<double>(size_t(N * Vp))};
     for (int64_t n = 0; n < N; n++) {
         if (targets[n] == ignore) continue;
         std::vector<double> row, row_mag;
@@ -485,6 +486,11 @@ inline CrossEntropy cross_entropy(const double* logits, const int32_t* targets, 
             const double error = p * (1 + (m - row[v]) + row_mag[v] + distance) + hit;
             r.dlogits.set(n * Vp + int64_t(v),
                           {dloss * (p - hit) * slope[v].value, fabs(dloss) * error * slope[v].mag + UNDERFLOW_MAG});
+            // The errors of z and z_t, of their difference, of the loss, and of the exponent, which is ln p.
+            const double from_losses = p * (1 + row_mag[v] + row_mag[target] + fabs(row[v] - row[target]) +
+                                            r.losses.mag[size_t(n)] + fabs(log(sum) + m - row[v])) +
+                                       hit;
+            r.mag_from_losses[size_t(n * Vp) + v] = fabs(dloss) * from_losses * slope[v].mag + UNDERFLOW_MAG;
         }
     }
     return r;
