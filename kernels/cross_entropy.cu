@@ -176,7 +176,7 @@ template <bool CAPPED, int W, typename T>
 __global__ void __launch_bounds__(BACKWARD_THREADS)
     backward_kernel(T* logits, int64_t stride, const float* losses, const float* dlosses, const int32_t* targets,
                     int64_t V, int64_t Vp, Softcap softcap) {
-    const int64_t n = blockIdx.x, packs = Vp / W, whole = V / W;
+    const int64_t n = blockIdx.x, packs = Vp / W;
     const int32_t target = targets[n];
     T* row = logits + n * stride;
     if (target == IGNORE_TARGET) {
@@ -188,20 +188,14 @@ __global__ void __launch_bounds__(BACKWARD_THREADS)
     const float loss = losses[n], dloss = dlosses[n];
     __syncthreads();  // every thread has read logits[target]
     for (int64_t j = threadIdx.x; j < packs; j += BACKWARD_THREADS) {
-        Floats<W> d = load_floats<W>(row + j * W), slope;
+        const int hit = int(target - j * W), valid = int(V - j * W);  // within the vector: the target, and the end
+        Floats<W> d = load_floats<W>(row + j * W);
 #pragma unroll
         for (int k = 0; k < W; k++) {
             const CappedLogit z = cap<CAPPED, T>(d[k], softcap);
-            slope[k] = z.slope;
             // The difference of the logits first: target_logit + loss would round to the precision of the logits.
-            d[k] = logit_exp<T>(z.value - target_logit - loss) * dloss * z.slope;
-        }
-        if (j == target / W || j >= whole) {
-#pragma unroll
-            for (int k = 0; k < W; k++) {
-                if (j * W + k == target) d[k] -= dloss * slope[k];
-                if (j * W + k >= V) d[k] = 0;
-            }
+            const float p = logit_exp<T>(z.value - target_logit - loss);
+            d[k] = k < valid ? (p - float(k == hit)) * dloss * z.slope : 0;
         }
         store_floats<W>(row + j * W, d);
     }
