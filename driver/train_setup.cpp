@@ -574,8 +574,9 @@ std::string describe_source(const TrainingData& data, int64_t sequences, int64_t
     const ExamplePacking& p = *data.train_packing;
     char padding[16];
     std::snprintf(padding, sizeof padding, "%.1f%%", 100 * double(p.padding()) / double(sequences * p.seq_len()));
-    return str(tokens, ": ", with_commas(p.num_examples()), " examples in ", in_sequences, " (", padding, " padding, ",
-               with_commas(p.num_too_long()), " longer examples left out)");
+    const char* const kind = p.has_pairs() ? " pairs" : " examples";
+    return str(tokens, ": ", with_commas(p.has_pairs() ? p.num_pairs() : p.num_examples()), kind, " in ", in_sequences,
+               " (", padding, " padding, ", with_commas(p.num_too_long()), " longer", kind, " left out)");
 }
 
 }  // namespace
