@@ -555,7 +555,7 @@ void TrainSetup::set_memory_options(const RunOptions& options, int64_t world) {
     micro_steps = o.total_batch_tokens / (o.batch_size * o.seq_len * world);
     set_toml(o.toml, "batch-size", std::to_string(o.batch_size));
     set_toml(o.toml, "zero-stage", std::to_string(o.sharding.zero_stage));
-    set_toml(o.toml, "recompute", str('"', RECOMPUTE_NAMES[size_t(o.recompute)], '"'));
+    set_toml(o.toml, "recompute", str('"', o.recompute_text(), '"'));
     set_toml(o.toml, "master-weights", o.master_weights ? "\"on\"" : "\"off\"");
     const std::pair<const char*, const std::string&> names[] = {{"optimizer-dtype", o.optimizer_dtype},
                                                                 {"grad-dtype", o.grad_dtype},

@@ -29,7 +29,7 @@ namespace {
 
 // Changes the options to the first with which the run fits, if there are any.
 FitReport search(RunOptions& options, const ModelConfig& config, const Context& ctx, int64_t available) {
-    return find_fit(options, ctx.world, this_target(), available, [&](const RunOptions& tried) {
+    return find_fit(options, config.layers, ctx.world, this_target(), available, [&](const RunOptions& tried) {
         const Model model = model_of(tried, config, ctx.rank, ctx.world);
         const Activations acts(config, run_shape(tried, model));
         return memory_plan(model, acts, gradient_options(tried)).total;
