@@ -418,8 +418,8 @@ def encoder_input(data, last, encoder):
 def check_pair(chunk, key, chosen, rejected):
     """Checks the (tokens, flags) of a pair: a template may leave out what the responses differ in."""
     if chosen[0] == rejected[0]:
-        raise DataError(f"{position(chunk, key)}: the responses of the pair differ, but their tokens are equal; remove the "
-                        "pair, or use another chat template")
+        raise DataError(f"{position(chunk, key)}: the responses of the pair differ, but their tokens are equal; remove "
+                        "the pair, or use another chat template")
     if not all(text_encoder.LOSS in bytes(flags) for _, flags in (chosen, rejected)):
         raise DataError(f"{position(chunk, key)}: a response of the pair has no loss tokens; use another chat template")
 
@@ -491,12 +491,12 @@ class ShardWriter:
                 file.flush()
                 os.fsync(file.fileno())
         return {"in_shard": self.in_shard, "shards": self.shards, "tokens": self.tokens,
-                "loss_tokens": self.loss_tokens, "mask": self.mask is not None}
+                "loss_tokens": self.loss_tokens, "mask": self.mask is not None, "mask_version": self.mask_version}
 
     def go_on(self, note):
         """Continues the files of a writer that was interrupted after its note()."""
-        self.in_shard, self.shards, self.tokens, self.loss_tokens = (
-            note[name] for name in ("in_shard", "shards", "tokens", "loss_tokens"))
+        self.in_shard, self.shards, self.tokens, self.loss_tokens, self.mask_version = (
+            note[name] for name in ("in_shard", "shards", "tokens", "loss_tokens", "mask_version"))
         if self.in_shard:
             path = f"{self.prefix}_{self.shards - 1:06d}"
             self.file = self.reopen(path + ".bin", self.in_shard * self.width)
@@ -612,7 +612,7 @@ def fingerprint_of(options, files):
             paths += [os.path.join(tokenizer, one)
                       for one in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")]
         status += [(path, read_text(path)) for path in paths if os.path.exists(path)]
-    return hashlib.sha256(json.dumps([settings, status, text_input.INPUT_CHUNK]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([settings, status, text_input.INPUT_CHUNK, list(KINDS)]).encode()).hexdigest()
 
 
 class Totals:
@@ -870,7 +870,8 @@ def parse(arguments):
     parser.add_argument("--vocab", type=count(257, MAX_VOCAB), default=4096,
                         help="size of the bpe vocabulary (default 4096)")
     parser.add_argument("--val", type=fraction, default=0.05,
-                        help="fraction of the text, or of the conversations or pairs, to use for validation (default 0.05)")
+                        help="fraction of the text, or of the conversations or pairs, to use for validation "
+                             "(default 0.05)")
     parser.add_argument("--val-text", nargs="+", type=not_empty, metavar="PATH",
                         help="validation text instead of a part of --text")
     parser.add_argument("--no-chat-template", dest="chat_template", action="store_false",
