@@ -1222,6 +1222,26 @@ class Pairs(TemplateTest):
         self.refused("a single pair cannot be split", "--tokenizer", "byte",
                      "--text", self.write("one.jsonl", json.dumps(rows[0]).encode()))
 
+    @needs_numpy
+    def test_left_out(self):
+        """A pair is one document: of 5 bytes, with the prompt on both sides, and equal only if both responses are."""
+        rows = [{"prompt": "a", "chosen": chosen, "rejected": rejected}
+                for chosen, rejected in (("b", "cd"), ("b", "ce"), ("b", "cd"), ("b", "c"), ("cd", "b"))]
+        path = self.write("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        meta = self.make("--text", path, "--tokenizer", "byte", "--val", "0", "--drop-duplicates", "--min-bytes", "5")
+        self.assertEqual(self.documents("train"), [b"ab", b"acd", b"ab", b"ace", b"acd", b"ab"])
+        self.assertEqual(meta["left_out"], {"duplicates": 1, "shorter than 5 bytes": 1})
+
+    @needs_tokenizers
+    def test_vocabulary_of_pairs(self):
+        rows = [{"prompt": "aaaa", "chosen": "wxyz" * 9, "rejected": "stuv" * 9}] * 40
+        path = self.write("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        self.make("--text", path, "--vocab", "280")
+        with open(os.path.join(self.out, "tokenizer.json"), encoding="utf-8") as f:
+            vocabulary = json.load(f)["model"]["vocab"]
+        for word in "aaaa", "wxyz", "stuv":
+            self.assertIn(word, vocabulary)
+
     def test_refused_pairs(self):
         good = self.turns("a", "b")
         cases = (
