@@ -12,7 +12,8 @@ Evaluation evaluate(const Context& ctx, const EvalBatches& batches, int64_t spli
         if (first + ctx.rank >= batches.num_batches()) {
             std::fill(batch.targets.begin(), batch.targets.end(), Batch::NO_TARGET);
             batch.pairs.clear();
-            batch.loss_tokens = batch.pairs_of_all_ranks = 0;
+            batch.pairs_of_all_ranks = 0;
+            batch.loss_tokens = 0;
         }
         score(batch, first > 0);
         own.tokens += batch.loss_tokens;
