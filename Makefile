@@ -248,7 +248,7 @@ ifneq ($(DEBUG),)
 else ifneq ($(SANITIZE),)
 # Checks of every pointer take a quarter of the time that tests compile in, and the address sanitizer finds most of what
 # they find: they are for the program's own sources only. So are line numbers, because GoogleTest prints those of tests.
-$(BUILD)/dev/tests/%.cpp.o $(PRECOMPILED): private SANITIZER += $(if $(findstring undefined,$(SANITIZE)),-fno-sanitize=null$(COMMA)alignment$(COMMA)vptr$(COMMA)pointer-overflow)
+$(BUILD)/dev/tests/%.cpp.o $(PRECOMPILED): private SANITIZER += $(if $(findstring undefined,$(SANITIZE)),-fno-sanitize=null$(COMMA)alignment$(COMMA)vptr)
 $(BUILD)/dev/tests/%.cpp.o $(PRECOMPILED): private OPTIMISE := -O0
 # Of dev the random inputs of all tests, and the tests with the oracle's longest loops: they gain more time than the
 # compiler takes.

@@ -6,8 +6,8 @@
 //
 // model.h declares the model and the step. driver/ holds the parts with a file of their own: linear layers with
 // adapters or in fp8, the memory plan of activations, evaluation, and what a run does between its steps. This file
-// contains no kernels: it calls the launchers of kernels/. g++ compiles it for the CPU and nvcc for the GPU; the
-// Makefile decides which definitions of the launchers are linked.
+// contains no kernels: it calls the launchers of kernels/, and the Makefile decides which definitions of them are
+// linked: the same text is the program for the CPU and for the GPU.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
