@@ -1,8 +1,8 @@
 // The model: its parameters, its activations, and the functions of a training step.
 //
 // train_gpt.cu defines the model and the step; in driver/, activations.cpp defines RunShape's helpers and Activations,
-// evaluation.cpp the evaluations, planning.cpp what turns options into a model and its memory plan. Commands and tests
-// include this header. driver/trainer.h declares the training loop.
+// planning.cpp what turns options into a model and its memory plan. Commands and tests include this header.
+// driver/evaluation.h declares evaluations, driver/trainer.h the training loop.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "data/loader.h"
-#include "data/multiple_choice.h"
 #include "driver/angle_rows.h"
 #include "driver/block_inputs.h"
 #include "driver/fp8_state.h"
@@ -24,7 +23,6 @@
 #include "kernels/generation/sampling.h"
 #include "kernels/global_norm.h"
 #include "models/lora.h"
-#include "parallel/distributed_evaluation.h"
 #include "parallel/distributed_muon.h"
 #include "parallel/snapshot.h"
 #include "parallel/update.h"
@@ -145,6 +143,7 @@ struct RunShape {
     int64_t adapter_elements = 0;                          // of all adapters in training
     int64_t nf4_weight = 0;                                // QLoRA: elements of the largest weight in NF4; 0: none
     std::optional<Packing> packing = {};                   // of the matrices, for inference
+    std::optional<PreferenceOptions> preference = {};      // training on pairs (driver/sequence_loss.h)
     bool offload_inputs = false;  // the blocks' inputs, but the last one's, wait in host memory for the backward pass
     bool deterministic = true;    // false: attention's backward pass may add in any order
     Target target = this_target();
@@ -186,6 +185,7 @@ struct LayerActs {
 struct InputActs {
     Tensor tokens, targets, positions;  // [N] int32
     Tensor loss_rows;                   // [N] int32; a batch uses its first entries
+    Tensor pair_rows, pair_reference;   // [pairs, 3] int32, [pairs, 2] fp32: as PreferenceLoss has them; room for N/2
     Tensor cum_seqlens;                 // [N + 1] int32; the sequences of a batch use its first entries
     Tensor num_sequences;               // [1] int32; used if Batch::num_sequences > 0
     Tensor rope_table;                  // [T, R/2, 2], by position; or [N, R/2, 2], by token (angle_rows())
@@ -196,6 +196,7 @@ struct HeadActs {
     Tensor embedded, meane, rstde;     // the norm after the embedding: its input and its statistics
     Tensor resf, normf, meanf, rstdf;  // the final norm
     Tensor logits, losses;             // of a chunk of tokens; of each token
+    Tensor pair_stats, dlosses;        // [pairs, NUM_PAIR_STATS], of each loss token: as PreferenceLoss has them
     Tensor dx, dnormf;                 // gradients: of the residual, of normf
     Tensor dq_sums, dkv_sums;          // of attention's gradients, for the QKV bias (AttentionGradientSums)
     Tensor scratch, forward_scratch;   // bytes
@@ -255,6 +256,9 @@ class Activations : public InputActs, public HeadActs {
     Tensor sum(int64_t rank, StepSum which) const {
         return make_tensor(sums.as<double>() + rank * NUM_STEP_SUMS + which, DType::F64, sums.device, {1});
     }
+    Tensor pair_sums(int64_t rank) const {
+        return make_tensor(sum(rank, SUM_LOSS).data, DType::F64, sums.device, {NUM_PAIR_STATS});
+    }
 
   private:
     void add(std::initializer_list<Tensor*> fields, const std::string& name, DType dtype,
@@ -277,8 +281,10 @@ struct Input {
     Tensor targets;            // [n], or as many as loss_rows
     Tensor loss_rows;          // the tokens that backward() computes the head of, then −1; null: all
     AttentionSequences sequences;
+    bool two_passes = false;  // over the head (driver/sequence_loss.h)
 
     int64_t head_tokens() const { return loss_rows ? loss_rows.shape[0] : n; }
+    int64_t head_kind() const { return two_passes ? -head_tokens() : head_tokens(); }  // of recorded micro-steps
 };
 // loss_tokens_only: for backward(), which then computes the head only of tokens with a target.
 Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bool loss_tokens_only = false);
@@ -289,8 +295,10 @@ struct Pass;  // driver/pass.h: context, model, activations and input; for backw
 void forward(const Pass& p);
 // The logits of rows [begin, end) of normf, in the logits buffer; with the softcap, if the model has one.
 Tensor head_logits(const Pass& p, int64_t begin, int64_t end);
-// After forward(): sums the losses of the batch into loss_sum.
+// After forward(): the loss of each of in.head_tokens(), in acts.losses.
 // look: called with each chunk of logits, before the softcap, and its first row; the next chunk overwrites the logits.
+void token_losses(const Pass& p, const std::function<void(int64_t begin, Tensor logits)>& look = {});
+// The same, and sums them into acts.loss_sum.
 void evaluate_loss(const Pass& p, bool accumulate, const std::function<void(int64_t begin, Tensor logits)>& look = {});
 // After forward(): computes the head and the loss, adds the loss to acts.loss_sum, and computes every gradient. dloss
 // is the gradient of each token's loss. first_micro, last_micro: whether this is the step's first or last micro-step.
@@ -339,21 +347,6 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
 void quantise_weights(const Context& ctx, const Model& model, const Activations& acts);
 StepScalars read_scalars(const Context& ctx, const Activations& acts);
 void write_scalars(const Context& ctx, const Activations& acts, const StepScalars& s);
-
-struct EvalSplit {
-    const TokenFiles& files;
-    const ExamplePacking* packing;  // of its examples; null: fixed sequences
-    int32_t end_of_text;
-    int64_t limit, bytes;  // the first so many tokens are read, 0: all; bytes of its text, 0: unknown
-};
-// The loss of a split. Each rank takes its share of the batches. before_batch: called before each batch.
-Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const EvalSplit& split,
-                    const std::function<void()>& before_batch = {});
-// The model's results on questions (data/multiple_choice.h). choices: make_choices() of them. Each rank takes its share
-// of the passes; all get the same results.
-QuestionResults answer_questions(const Context& ctx, const Model& model, const Activations& acts,
-                                 const std::vector<Question>& questions, const std::vector<Choice>& choices,
-                                 const Tokenizer& tokenizer, const std::function<void()>& before_batch = {});
 
 // --------------------------------------------------------------------------------------------------------------------
 // The memory plan, printed before anything is allocated.

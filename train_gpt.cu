@@ -15,6 +15,7 @@
 
 #include "driver/linear_layer.h"
 #include "driver/norm_acts.h"
+#include "driver/sequence_loss.h"
 #include "driver/trainer.h"
 #include "kernels/activation.h"
 #include "kernels/cross_entropy.h"
@@ -228,7 +229,8 @@ Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bo
     acts.staging->next();
     Input in{n, put(acts.tokens, batch.tokens), put(acts.positions, acts.angle_rows(batch, ctx.stream)), {}, {}, {}};
     std::vector<int32_t> rows;
-    if (loss_tokens_only) rows = find_loss_rows(acts, batch.targets);
+    if (loss_tokens_only)
+        rows = acts.shape.preference ? upload_pairs(ctx, acts, batch, in) : find_loss_rows(acts, batch.targets);
     if (!rows.empty()) {
         in.loss_rows = put(acts.loss_rows, rows);
         for (int32_t& row : rows) row = row < 0 ? Batch::NO_TARGET : batch.targets[size_t(row)];
@@ -446,7 +448,7 @@ void block_forward(const Block& b) {
 
 void forward(const Pass& pass) {
     // Without gradients: its blocks are those of the forward pass.
-    const Pass p{pass.ctx, pass.model, pass.acts, pass.in, nullptr, pass.attention};
+    const Pass p{pass.ctx, pass.model, pass.acts, pass.in, nullptr, pass.attention, pass.adapters};
     const Range range(p.ctx.profiler, "forward");
     const Model& model = p.model;
     const Activations& acts = p.acts;
@@ -499,7 +501,15 @@ Tensor head_forward(const Pass& p, Tensor inp) {
     return out;
 }
 
-// Tokens begin … end of the head's input, for linear_cross_entropy.
+// The head's input: normf, or the rows of the loss tokens alone, gathered into dnormf's memory.
+Tensor head_input(const Pass& p) {
+    const Tensor &normf = p.acts.normf, &gathered = p.acts.dnormf;
+    if (!p.in.loss_rows) return normf;
+    gather_rows(gathered.rows(0, p.in.head_tokens()), normf.rows(0, p.in.n), p.in.loss_rows, p.stream());
+    return gathered;
+}
+
+// Rows begin … end of the head's input, for linear_cross_entropy.
 LinearCrossEntropy head_of(const Pass& p, const Tensor& inp, int64_t begin, int64_t end) {
     LinearCrossEntropy head;
     head.losses = p.acts.losses.rows(begin, end);
@@ -521,12 +531,12 @@ Tensor head_logits(const Pass& p, int64_t begin, int64_t end) {
     return logits;
 }
 
-void evaluate_loss(const Pass& p, bool accumulate, const std::function<void(int64_t begin, Tensor logits)>& look) {
-    const int64_t chunk = p.acts.logits.shape[0];
+void token_losses(const Pass& p, const std::function<void(int64_t begin, Tensor logits)>& look) {
+    const int64_t chunk = p.acts.logits.shape[0], n = p.in.head_tokens();
     const GatheredGroup weights = p.model.use(p.ctx, p.model.head_group());
-    for (int64_t begin = 0; begin < p.in.n; begin += chunk) {
-        const int64_t end = std::min(begin + chunk, p.in.n);
-        const LinearCrossEntropy head = head_of(p, p.acts.normf, begin, end);
+    const Tensor inp = head_input(p);
+    for (int64_t begin = 0; begin < n; begin += chunk) {
+        const LinearCrossEntropy head = head_of(p, inp, begin, std::min(begin + chunk, n));
         if (look || !head.weight) {  // or the head is packed
             head_forward(p, head.inp);
             cross_entropy_forward(head.losses, head.logits, head.targets, head.V, head.softcap, p.stream());
@@ -536,7 +546,11 @@ void evaluate_loss(const Pass& p, bool accumulate, const std::function<void(int6
             linear_cross_entropy_forward(head, p.stream());
         }
     }
-    sum_losses(p.acts.loss_sum, p.acts.losses.rows(0, p.in.n), accumulate, p.stream());
+}
+
+void evaluate_loss(const Pass& p, bool accumulate, const std::function<void(int64_t begin, Tensor logits)>& look) {
+    token_losses(p, look);
+    sum_losses(p.acts.loss_sum, p.acts.losses.rows(0, p.in.head_tokens()), accumulate, p.stream());
 }
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -547,28 +561,30 @@ void evaluate_loss(const Pass& p, bool accumulate, const std::function<void(int6
 namespace {
 
 // The head, chunk by chunk of tokens: losses, the head's weight gradient and dnormf. Tokens without a target have no
-// gradient. If they are left out (in.loss_rows), the rows of the loss tokens are gathered into dnormf's memory, their
-// gradients are computed in normf's, and scattered to dnormf.
+// gradient. If they are left out (in.loss_rows), the gradients of the gathered rows are computed in normf's memory, and
+// scattered to dnormf.
 void head_forward_backward(const Pass& p, float dloss) {
     const Range range(p.ctx.profiler, "head and loss");
     const Activations& acts = p.acts;
     const Input& in = p.in;
-    const int64_t chunk = acts.logits.shape[0];
+    const int64_t chunk = acts.logits.shape[0], n = in.head_tokens();
     const GatheredGroup weights = p.model.use(p.ctx, p.model.head_group());
     const Into dweight = p.grad(p.model.head());
-    const int64_t n = in.head_tokens();
-    const Tensor inp = in.loss_rows ? acts.dnormf : acts.normf, dinp = in.loss_rows ? acts.normf : acts.dnormf;
-    if (in.loss_rows) gather_rows(inp.rows(0, n), acts.normf.rows(0, in.n), in.loss_rows, p.stream());
-    for (int64_t begin = 0; begin < n; begin += chunk) {
-        const int64_t end = std::min(begin + chunk, n);
+    const Tensor inp = head_input(p), dinp = in.loss_rows ? acts.normf : acts.dnormf;
+    const auto rows = [&](int64_t begin, int64_t end) {
         LinearCrossEntropy head = head_of(p, inp, begin, end);
         head.dinp = dinp.rows(begin, end);
         head.dloss = dloss;
         head.accumulate = dweight.add || begin > 0;
         head.dweight = dweight.t;
         head.dbias = p.grad(HEAD_B).t;
-        linear_cross_entropy(head, p.stream());
-    }
+        return head;
+    };
+    if (acts.shape.preference)
+        pair_head_forward_backward(p, dloss, rows);
+    else
+        for (int64_t begin = 0; begin < n; begin += chunk)
+            linear_cross_entropy(rows(begin, std::min(begin + chunk, n)), p.stream());
     if (in.loss_rows) scatter_rows(acts.dnormf.rows(0, in.n), dinp.rows(0, n), in.loss_rows, p.stream());
 }
 
@@ -807,7 +823,10 @@ void backward(const Pass& p, float dloss, bool first_micro, bool last_micro) {
         grads.open(model.head_group(), p.stream());
     }
     head_forward_backward(p, dloss);
-    sum_losses(acts.loss_sum, acts.losses.rows(0, p.in.head_tokens()), !first_micro, p.stream());
+    if (acts.shape.preference)
+        sum_pairs(p, !first_micro);
+    else
+        sum_losses(acts.loss_sum, acts.losses.rows(0, p.in.head_tokens()), !first_micro, p.stream());
     if (!model.config.tied && !frozen) grads.close(model.head_group(), p.stream());
     const Tensor dx = acts.dx.rows(0, n);
     const int64_t last = model.config.layers - 1;
@@ -928,8 +947,10 @@ void micro_step(Trainer& t, const Batch& batch, bool first, bool last, bool repl
     const Activations& acts = t.acts;
     Gradients& grads = t.optimizer.grads;
     const Input in = upload(ctx, acts, batch, true);
+    if (t.stores_reference()) upload_reference(ctx, acts, t.reference.of_training(batch));
     auto work = [&] {
         if (acts.fp8 && first) acts.fp8->begin_step(ctx.stream);
+        if (t.options.preference.adapters_off) reference_pass(ctx, t.model, acts, in);
         const Pass pass{ctx, t.model, acts, in, &grads};
         forward(pass);
         backward(pass, static_cast<float>(1.0 / double(t.options.total_batch_tokens)), first, last);
@@ -940,7 +961,7 @@ void micro_step(Trainer& t, const Batch& batch, bool first, bool last, bool repl
     if (has_own_shape || ctx.profiler.on() || !replay || (acts.fp8 && acts.fp8->calibrates()))
         work();
     else
-        t.graphs[first][last && grads.completes_sums()][in.head_tokens()].run(ctx.stream, work);
+        t.graphs[first][last && grads.completes_sums()][in.head_kind()].run(ctx.stream, work);
 }
 
 namespace {
@@ -979,7 +1000,7 @@ bool queue_step(Trainer& t, Loader& loader) {
     const StepScalars settings = settings_of(t.options, t.step);
     acts.staging->next();
     acts.staging->put(acts.scalars.data, &settings, offsetof(StepScalars, loss), ctx.stream);
-    int64_t loss_tokens = 0;
+    int64_t terms = 0;
     for (int64_t micro = 0; micro < micro_steps; micro++) {
         if (stopping(t)) return false;
         t.watchdog.state("reading training data", number);
@@ -990,11 +1011,11 @@ bool queue_step(Trainer& t, Loader& loader) {
             acts.staging->put(acts.micro_step.data, &in_run, sizeof in_run, ctx.stream);
         }
         micro_step(t, batch, micro == 0, micro + 1 == micro_steps);
-        loss_tokens += batch.loss_tokens;
+        terms += batch.loss_terms();
     }
     // The gradients were divided by total_batch_tokens, a constant that graphs can record; grad_unit corrects them to
-    // the number of loss tokens. Of a step that has none, loss and norm become 0/0, so its update is skipped.
-    const double count = double(loss_tokens);
+    // the number of loss tokens or pairs. Of a step that has none, loss and norm become 0/0, so its update is skipped.
+    const double count = double(terms);
     t.watchdog.state("update", number);
     update(ctx, t.model, t.optimizer, acts, 1 / count, double(t.options.total_batch_tokens) / count);
     copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
@@ -1003,7 +1024,7 @@ bool queue_step(Trainer& t, Loader& loader) {
     q.end.record(ctx.stream);
     if (ctx.world > 1) ctx.comm->watch(str("step ", number), ctx.stream);
     q.step = t.step = number;
-    q.loss_tokens = loss_tokens;
+    q.loss_terms = terms;
     t.queued++;
     t.val_loss = NAN;
     return true;

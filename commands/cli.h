@@ -68,6 +68,10 @@ std::vector<CLI::Option*> add_fp8_options(CLI::App& app, Fp8Options& options);
 CLI::Option* add_lora_options(CLI::App& app, LoraOptions& options);
 void check_lora_options(const LoraOptions& lora, const Fp8Options& fp8, const std::string& offload, bool fp32_weights,
                         int64_t zero_stage);
+// --loss and its options. check_preference_options() throws UsageError for those that have no effect, or cannot be
+// combined with the run's others.
+std::vector<CLI::Option*> add_preference_options(CLI::App& app, PreferenceFlags& options);
+void check_preference_options(const PreferenceFlags& preference, const LoraOptions& lora, const Fp8Options& fp8);
 // An option that is on or off.
 CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const std::string& description);
 

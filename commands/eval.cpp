@@ -7,6 +7,7 @@
 #include "data/multiple_choice.h"
 #include "data/token_files.h"
 #include "data/tokenizer.h"
+#include "driver/evaluation.h"
 #include "driver/inference.h"
 #include "driver/train_setup.h"
 #include "infer/prompts.h"

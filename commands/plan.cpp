@@ -47,6 +47,8 @@ PlanOptions parse_plan(const Args& args) {
     auto* master_weights = add_master_weights_option(app, o.master_weights);
     auto* nondeterministic = add_nondeterministic_option(app, o.nondeterministic);
     std::vector<CLI::Option*> of_training = add_fp8_options(app, o.fp8);
+    const std::vector<CLI::Option*> of_pairs = add_preference_options(app, o.preference);
+    of_training.insert(of_training.end(), of_pairs.begin(), of_pairs.end());
     of_training.insert(of_training.end(), {add_lora_options(app, o.lora), optimizer, optimizer_dtype, grad_dtype,
                                            grad_rounding, offload, recompute, master_weights, nondeterministic});
     auto* inference = app.add_flag("--inference", o.inference, "plan a forward pass only");
@@ -91,6 +93,7 @@ PlanOptions parse_plan(const Args& args) {
         o.model.dtype = "fp32";  // the default of commands that don't train
     check_lora_options(o.lora, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,
                        o.sharding.zero_stage);
+    check_preference_options(o.preference, o.lora, o.fp8);
     if (!o.inference && !o.generate) check_grad_rounding(o, o.world, (gpu ? gpu->target() : this_target()).device);
     return o;
 }

@@ -20,7 +20,8 @@ void add_length_options(CLI::App& app, TrainOptions& o) {
     const CLI::Validator positive = at_least(1);
     const InGroup group(app, help_group::LENGTH);
     app.add_option("--steps", o.steps,
-                   "total number of optimizer steps; default: 1000 from scratch, 3 epochs from a checkpoint")
+                   "total number of optimizer steps; default: 1000 from scratch, 3 epochs from a checkpoint, 1 with a "
+                   "--loss on pairs")
         ->check(positive);
     app.add_option("--epochs", o.epochs,
                    "instead of --steps: passes over the training sequences, of the first directory of --data")
@@ -46,7 +47,7 @@ void add_learning_options(CLI::App& app, TrainOptions& o) {
     };
     add_rate("--lr", o.lr,
              "peak learning rate; default: 6e-4 from scratch, 2e-5 from a checkpoint, 2e-4 for LoRA adapters; with "
-             "--optimizer muon 0.02, 6.7e-4 and 5e-3");
+             "--optimizer muon 0.02, 6.7e-4 and 5e-3; with a --loss on pairs a twentieth");
     add_optimizer_option(app, o.optimizer);
     const std::string other = "; default: --lr, with --optimizer muon ";
     add_rate("--embedding-lr", o.embedding_lr,
@@ -258,6 +259,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     add_length_options(*app, o);
     add_learning_options(*app, o);
     add_lora_options(*app, o.lora);
+    add_preference_options(*app, o.preference);
     add_memory_options(*app, o);
     add_report_options(*app, o);
     add_saving_options(*app, o);
@@ -375,6 +377,7 @@ TrainOptions parse_train(const Args& args) {
     check_optimizer_options(o);
     check_lora_options(o.lora, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,
                        o.sharding.zero_stage);
+    check_preference_options(o.preference, o.lora, o.fp8);
     if (o.gpu_memory && backend_device() == Device::CPU)
         throw UsageError("--gpu-memory is a limit of a GPU, and this is the CPU backend; leave it out");
     if (!o.sample_prompts.empty() && !o.sample_every)

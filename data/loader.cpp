@@ -46,13 +46,14 @@ void find_sequences(Batch& batch, int64_t begin, int64_t T, int32_t end_of_text)
 void clear(Batch& batch) {
     for (std::vector<int32_t>* numbers : {&batch.tokens, &batch.targets, &batch.positions}) numbers->clear();
     batch.cum_seqlens.assign(1, 0);
-    batch.max_seqlen = batch.loss_tokens = 0;
+    batch.pairs.clear();
+    batch.max_seqlen = batch.loss_tokens = batch.pairs_of_all_ranks = 0;
 }
 
 // Adds the T positions of a packed training sequence to a batch: each example is an attention sequence, and so is the
-// padding.
+// padding. source: the number of the files among those of the run.
 void add_packed(Batch& batch, const TokenFiles& files, const ExamplePacking& packing, int64_t sequence,
-                int64_t vocab_size) {
+                int64_t vocab_size, size_t source = 0) {
     const auto add = [&](int64_t n) {  // an attention sequence of n positions; returns where it starts
         const size_t begin = batch.tokens.size();
         batch.tokens.resize(begin + size_t(n), 0);
@@ -63,6 +64,7 @@ void add_packed(Batch& batch, const TokenFiles& files, const ExamplePacking& pac
         return begin;
     };
     int64_t room = packing.seq_len();
+    bool is_chosen = true;
     std::vector<uint8_t> mask;
     for (const PackedExample& example : packing.of_sequence(sequence)) {
         const int64_t n = example.tokens - 1;
@@ -74,6 +76,13 @@ void add_packed(Batch& batch, const TokenFiles& files, const ExamplePacking& pac
         for (size_t t = 0; t < mask.size(); t++)
             if (!mask[t]) batch.targets[begin + t] = Batch::NO_TARGET;
         room -= n;
+        if (!packing.has_pairs()) continue;
+        const auto end = int32_t(batch.tokens.size());
+        if (is_chosen)
+            batch.pairs.push_back({int32_t(begin), end, end, example.pair, int32_t(source)});
+        else
+            batch.pairs.back().end = end;
+        is_chosen = !is_chosen;
     }
     if (room > 0) add(room);
 }
@@ -96,10 +105,10 @@ void add_cut(Batch& batch, const TokenFiles& files, int64_t begin, const LoaderO
         if (!mask[t]) targets[t] = Batch::NO_TARGET;
 }
 
-int64_t loss_tokens_of(const ExamplePacking& packing, int64_t sequence) {
-    int64_t count = 0;
-    for (const PackedExample& example : packing.of_sequence(sequence)) count += example.loss_tokens;
-    return count;
+// Counts what a packed training sequence adds to the sums of all ranks.
+void count_packed(Batch& batch, const ExamplePacking& packing, int64_t sequence) {
+    for (const PackedExample& example : packing.of_sequence(sequence)) batch.loss_tokens += example.loss_tokens;
+    if (packing.has_pairs()) batch.pairs_of_all_ranks += packing.of_sequence(sequence).size() / 2;
 }
 
 int64_t loss_tokens_of(const TokenFiles& files, int64_t begin, int64_t T) {
@@ -113,6 +122,10 @@ std::vector<int64_t> weights_of(const std::vector<TrainingSource>& sources) {
     std::vector<int64_t> weights;
     for (const TrainingSource& source : sources) weights.push_back(source.weight);
     return weights;
+}
+
+bool has_pairs(const TrainingSource& source) {
+    return source.files->has_pairs();
 }
 
 void check_shape(int64_t B, int64_t T) {
@@ -143,7 +156,7 @@ Loader::Loader(std::vector<TrainingSource> sources_, const LoaderOptions& option
             "document boundaries need the end-of-text token, which is unknown; add a tokenizer.json or meta.json that "
             "names it to the data directory");
     // With documents there can be as many attention sequences as tokens.
-    int64_t in_sequence = o.documents ? o.T : 1;
+    int64_t in_sequence = o.documents ? o.T : 1, pairs = 0;
     for (const TrainingSource& source : sources) {
         const ExamplePacking* const packing = source.packing;
         require(!packing || (packing->seq_len() == o.T && !o.documents), "loader: a packing of sequences of ",
@@ -151,13 +164,22 @@ Loader::Loader(std::vector<TrainingSource> sources_, const LoaderOptions& option
         training_sequences.push_back(::num_training_sequences(source, o.T));
         require(training_sequences.back() > 0, source.files->pattern(), ": ", source.files->size(),
                 " tokens are fewer than one training sequence of ", o.T, " + 1; use more text or a shorter --seq-len");
-        if (packing) in_sequence = std::max(in_sequence, packing->max_examples() + 1);
+        if (!packing) continue;
+        in_sequence = std::max(in_sequence, packing->max_examples() + 1);
+        pairs = std::max(pairs, packing->max_pairs());
     }
+    const auto with_pairs = std::find_if(sources.begin(), sources.end(), has_pairs),
+               without_pairs = std::find_if_not(sources.begin(), sources.end(), has_pairs);
+    require(with_pairs == sources.end() || without_pairs == sources.end(),
+            without_pairs == sources.end() ? "" : without_pairs->files->pattern(),
+            ": holds no preference pairs, unlike ", with_pairs == sources.end() ? "" : with_pairs->files->pattern(),
+            "; train on pairs or on other data alone");
     first_micro_batch = first_step * o.micro_steps;
     // All memory is allocated here, none in a step.
     for (Batch* batch : {&ready[0], &ready[1], &current}) {
         for (std::vector<int32_t>* numbers : {&batch->tokens, &batch->targets, &batch->positions})
             numbers->reserve(size_t(o.B * o.T));
+        batch->pairs.reserve(size_t(o.B * pairs));
         batch->cum_seqlens.reserve(size_t(std::max(o.B * in_sequence, o.max_sequences)) + 1);
     }
     worker = std::thread([this] { run(); });
@@ -194,8 +216,8 @@ void Loader::fill(Batch& batch, int64_t micro_batch) const {
         const auto [source, sequence] = sample(uint64_t(first_sample + i));
         const TokenFiles& files = *sources[source].files;
         if (const ExamplePacking* packing = sources[source].packing) {
-            batch.loss_tokens += loss_tokens_of(*packing, sequence);
-            if (own) add_packed(batch, files, *packing, sequence, options.vocab_size);
+            count_packed(batch, *packing, sequence);
+            if (own) add_packed(batch, files, *packing, sequence, options.vocab_size, source);
         } else {
             batch.loss_tokens += loss_tokens_of(files, sequence * T, T);
             if (own) add_cut(batch, files, sequence * T, options);
@@ -274,7 +296,7 @@ Batch EvalBatches::batch(int64_t b) const {
         const int64_t end = std::min((b + 1) * B, num_sequences()), all = packing->num_sequences();
         for (int64_t i = b * B; i < end; i++) {
             const int64_t sequence = int64_t(permute(0, 0, uint64_t(i), uint64_t(all)));
-            packed.loss_tokens += loss_tokens_of(*packing, sequence);
+            count_packed(packed, *packing, sequence);
             add_packed(packed, files, *packing, sequence, vocab_size);
         }
         return packed;

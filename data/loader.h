@@ -47,10 +47,13 @@ struct Batch {
     // the data has none.
     struct Pair {
         int32_t chosen, rejected, end;  // positions: the examples [chosen, rejected) and [rejected, end)
-        int64_t index;                  // of the pair in the files, those that were left out included
+        int64_t index;                  // of the pair in its files, those that were left out included
+        int32_t source = 0;             // of the Loader's sources
     };
     std::vector<Pair> pairs;
     int64_t pairs_of_all_ranks = 0;  // of the micro-batch, as loss_tokens
+    // What the step's loss is the mean over.
+    int64_t loss_terms() const { return pairs_of_all_ranks ? pairs_of_all_ranks : loss_tokens; }
 };
 
 struct LoaderOptions {

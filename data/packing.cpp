@@ -4,76 +4,136 @@
 #include <limits>
 #include <map>
 #include <numeric>
+#include <optional>
+#include <string>
 
-ExamplePacking::ExamplePacking(const TokenFiles& files, int64_t T_, bool skip_too_long) : T(T_) {
-    require(T > 0 && T < std::numeric_limits<int32_t>::max(), "packing: sequences of ", T, " tokens are out of range");
-    require(files.has_examples(), files.pattern(), ": does not say where examples start; make it from conversations");
-    find_examples(files);
-    const int64_t all = num_examples() + too_long;
-    require(skip_too_long || too_long == 0, files.pattern(), ": ", too_long, " of ", all,
-            " examples are longer than --seq-len ", T, "; raise it (the longest needs ", longest - 1,
-            "), or leave them out with --too-long skip");
-    require(!examples.empty(), files.pattern(), ": none of ", all, " examples fits into --seq-len ", T,
-            "; raise it (the longest needs ", longest - 1, ")");
-    pack();
-}
+namespace {
 
-// Reads the flags of all tokens. An example ends where the next one starts.
-void ExamplePacking::find_examples(const TokenFiles& files) {
+struct Found {
+    int64_t begin, tokens, loss_tokens;  // as of a PackedExample
+    bool rejected;
+};
+
+// Reads the flags of all tokens and calls found(example) for each example, which ends where the next one starts.
+template <typename F>
+void for_each_example(const TokenFiles& files, const F& found) {
     std::vector<uint8_t> flags(1 << 16);
-    int64_t begin = -1, loss_tokens = 0;
+    Found example{-1, 0, 0, false};
     const auto finish = [&](int64_t end) {
-        const int64_t tokens = end - begin;
-        if (begin < 0 || tokens < 2) return;  // a single token has no target
-        longest = std::max(longest, tokens);
-        if (tokens > T + 1)
-            too_long++;
-        else
-            examples.push_back({begin, int32_t(tokens), int32_t(loss_tokens)});
+        example.tokens = end - example.begin;
+        if (example.begin >= 0) found(example);
     };
     for (int64_t block = 0; block < files.size(); block += int64_t(flags.size())) {
         const int64_t n = std::min(int64_t(flags.size()), files.size() - block);
         files.read_flags(block, n, flags.data());
         for (int64_t i = 0; i < n; i++) {
-            if (flags[size_t(i)] & TokenFiles::EXAMPLE_START) {
+            const uint8_t flag = flags[size_t(i)];
+            if (flag & TokenFiles::EXAMPLE_START) {
                 finish(block + i);
-                begin = block + i;
-                loss_tokens = 0;
+                example = {block + i, 0, 0, (flag & TokenFiles::REJECTED) != 0};
             } else {
-                loss_tokens += flags[size_t(i)] & TokenFiles::LOSS;
+                example.loss_tokens += flag & TokenFiles::LOSS;
             }
         }
     }
     finish(files.size());
 }
 
+}  // namespace
+
+ExamplePacking::ExamplePacking(const TokenFiles& files, int64_t T_, bool skip_too_long)
+    : T(T_), pairs(files.has_pairs()) {
+    require(T > 0 && T < std::numeric_limits<int32_t>::max(), "packing: sequences of ", T, " tokens are out of range");
+    require(files.has_examples(), files.pattern(), ": does not say where examples start; make it from conversations");
+    if (pairs)
+        find_pairs(files);
+    else
+        find_examples(files);
+    const char* const what = pairs ? " pairs" : " examples";
+    const int64_t all = num_examples() / (pairs ? 2 : 1) + too_long;
+    require(skip_too_long || too_long == 0, files.pattern(), ": ", too_long, " of ", all, what,
+            " are longer than --seq-len ", T, "; raise it (the longest needs ", longest,
+            "), or leave them out with --too-long skip");
+    require(!examples.empty(), files.pattern(), ": none of ", all, what, " fits into --seq-len ", T,
+            "; raise it (the longest needs ", longest, ")");
+    pack();
+}
+
+void ExamplePacking::find_examples(const TokenFiles& files) {
+    for_each_example(files, [&](const Found& example) {
+        if (example.tokens < 2) return;  // a single token has no target
+        const PackedExample packed{example.begin, int32_t(example.tokens), int32_t(example.loss_tokens)};
+        if (fits(example.tokens - 1)) examples.push_back(packed);
+    });
+}
+
+void ExamplePacking::find_pairs(const TokenFiles& files) {
+    const char* const remedy = "; make it again with `make data`";
+    std::optional<Found> chosen;
+    int64_t pair = 0;
+    for_each_example(files, [&](const Found& example) {
+        const std::string& path = files.mask_path(example.begin);
+        require(example.rejected == chosen.has_value(), path, ": pair ", pair + 1, " has two ",
+                example.rejected ? "rejected" : "chosen", " responses in a row", remedy);
+        require(example.loss_tokens > 0, path, ": the ", example.rejected ? "rejected" : "chosen", " response of pair ",
+                pair + 1, " has no loss tokens", remedy);
+        if (!example.rejected) {
+            chosen = example;
+            return;
+        }
+        if (fits(chosen->tokens - 1 + example.tokens - 1))
+            for (const Found& side : {*chosen, example})
+                examples.push_back({side.begin, int32_t(side.tokens), int32_t(side.loss_tokens), pair});
+        chosen.reset();
+        pair++;
+    });
+    require(!chosen, files.pattern(), ": ends with the chosen response of pair ", pair + 1,
+            ", without its rejected one", remedy);
+}
+
+// Counts what is too long.
+bool ExamplePacking::fits(int64_t needed) {
+    longest = std::max(longest, needed);
+    too_long += needed > T;
+    return needed <= T;
+}
+
 void ExamplePacking::pack() {
-    std::stable_sort(examples.begin(), examples.end(),
-                     [](const PackedExample& a, const PackedExample& b) { return a.tokens > b.tokens; });
-    std::vector<int64_t> sequence_of(examples.size()), counts;
+    const size_t each = pairs ? 2 : 1;  // examples that stay together
+    const auto needed = [&](size_t unit) {
+        int64_t sum = 0;
+        for (size_t i = unit * each; i < (unit + 1) * each; i++) sum += examples[i].tokens - 1;
+        return sum;
+    };
+    std::vector<size_t> units(examples.size() / each);
+    std::iota(units.begin(), units.end(), size_t(0));
+    std::stable_sort(units.begin(), units.end(), [&](size_t a, size_t b) { return needed(a) > needed(b); });
+    std::vector<int64_t> sequence_of(units.size()), counts;
     std::map<int64_t, std::vector<int64_t>> by_room;  // sequences by the number of free positions
-    for (size_t i = 0; i < examples.size(); i++) {
-        const int64_t needed = examples[i].tokens - 1;
-        positions += needed;
-        const auto fits = by_room.lower_bound(needed);
+    for (const size_t unit : units) {
+        const int64_t n = needed(unit);
+        positions += n;
+        const auto found = by_room.lower_bound(n);
         int64_t sequence = int64_t(counts.size()), room = T;
-        if (fits != by_room.end()) {
-            room = fits->first;
-            sequence = fits->second.back();
-            fits->second.pop_back();
-            if (fits->second.empty()) by_room.erase(fits);
+        if (found != by_room.end()) {
+            room = found->first;
+            sequence = found->second.back();
+            found->second.pop_back();
+            if (found->second.empty()) by_room.erase(found);
         } else {
             counts.push_back(0);
         }
-        sequence_of[i] = sequence;
-        counts[size_t(sequence)]++;
-        if (room > needed) by_room[room - needed].push_back(sequence);
+        sequence_of[unit] = sequence;
+        counts[size_t(sequence)] += int64_t(each);
+        if (room > n) by_room[room - n].push_back(sequence);
     }
     most = *std::max_element(counts.begin(), counts.end());
     starts.resize(counts.size() + 1);
     std::partial_sum(counts.begin(), counts.end(), starts.begin() + 1);
     std::vector<PackedExample> by_sequence(examples.size());
     std::vector<int64_t> next(starts.begin(), starts.end() - 1);
-    for (size_t i = 0; i < examples.size(); i++) by_sequence[size_t(next[size_t(sequence_of[i])]++)] = examples[i];
+    for (const size_t unit : units)
+        for (size_t i = unit * each; i < (unit + 1) * each; i++)
+            by_sequence[size_t(next[size_t(sequence_of[unit])]++)] = examples[i];
     examples = std::move(by_sequence);
 }

@@ -1,6 +1,7 @@
 // Packs whole examples into training sequences: best-fit decreasing. In order of decreasing length, each example goes
 // into the training sequence with the least room that it fits into, or into a new one (Ding et al. 2024, "Fewer
 // Truncations Improve Language Modeling"). The result depends on the data and the length of a sequence alone.
+// The two examples of a preference pair are packed as one: they lie side by side, the chosen one first.
 //
 // An example of n tokens takes n − 1 positions of a training sequence: inputs are its first n − 1 tokens, targets its
 // last n − 1. So no target belongs to another example, and each has its whole prompt as context.
@@ -20,19 +21,26 @@ struct PackedExample {
 
 class ExamplePacking {
   public:
-    // Reads where examples start; T: positions of a training sequence. skip_too_long: leave out examples of more than
-    // T + 1 tokens. Throws Error if there are such examples and they may not be left out, or if no example is left.
+    // Reads where examples start; T: positions of a training sequence. skip_too_long: leave out the examples or pairs
+    // that need more than T. Throws Error if there are such and they may not be left out, if none is left, or if pairs
+    // are not a chosen and a rejected example with loss tokens each.
     ExamplePacking(const TokenFiles& files, int64_t T, bool skip_too_long);
 
     int64_t seq_len() const { return T; }
     int64_t num_sequences() const { return int64_t(starts.size()) - 1; }
     int64_t num_examples() const { return int64_t(examples.size()); }
-    int64_t num_too_long() const { return too_long; }
-    int64_t max_examples() const { return most; }  // in a training sequence
+    int64_t num_too_long() const { return too_long; }  // pairs, if there are pairs
+    int64_t max_examples() const { return most; }      // in a training sequence
+    bool has_pairs() const { return pairs; }
+    int64_t num_pairs() const { return pairs ? num_examples() / 2 : 0; }
+    int64_t num_pairs_in_files() const { return pairs ? num_pairs() + too_long : 0; }  // PackedExample::pair is below
+    int64_t max_pairs() const { return pairs ? most / 2 : 0; }                         // in a training sequence
     int64_t padding() const { return num_sequences() * T - positions; }
-    // The examples of a training sequence, as a range.
+    // The examples of a training sequence, as a range: of pairs the chosen one, its rejected one, the next chosen one,
+    // …
     struct Range {
         const PackedExample *first, *last;
+        int64_t size() const { return last - first; }
         const PackedExample* begin() const { return first; }
         const PackedExample* end() const { return last; }
     };
@@ -43,9 +51,12 @@ class ExamplePacking {
 
   private:
     void find_examples(const TokenFiles& files);
+    void find_pairs(const TokenFiles& files);
+    bool fits(int64_t needed);
     void pack();
 
     const int64_t T;
+    const bool pairs;
     std::vector<PackedExample> examples;  // by training sequence
     std::vector<int64_t> starts{0};       // of each training sequence in examples, and the end
     int64_t too_long = 0, longest = 0, positions = 0, most = 0;

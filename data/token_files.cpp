@@ -18,7 +18,7 @@ struct Format {
     int width;  // bytes per token
 };
 constexpr Format FORMATS[] = {{20240520, 1, 2}, {20240801, 7, 4}};
-constexpr uint32_t MASK_MAGIC = 20261121, MASK_VERSION = 2;
+constexpr uint32_t MASK_MAGIC = 20261121, MASK_VERSION = 3;
 
 const char* const REMEDY = "; make it again with `make data`";
 
@@ -53,8 +53,8 @@ Header read_header(const FileReader& file) {
     return {int64_t(count), format->width};
 }
 
-// Opens the mask of a token file with `count` tokens, if there is one. Sets has_examples.
-std::optional<FileReader> open_mask(const std::string& tokens, int64_t count, bool& has_examples) {
+// Opens the mask of a token file with `count` tokens, if there is one. Sets its version then.
+std::optional<FileReader> open_mask(const std::string& tokens, int64_t count, uint32_t& version) {
     if (!ends_with(tokens, ".bin")) return {};
     const std::string path = tokens.substr(0, tokens.size() - 4) + ".mask";
     if (!path_exists(path)) return {};
@@ -62,8 +62,8 @@ std::optional<FileReader> open_mask(const std::string& tokens, int64_t count, bo
     uint32_t header[4] = {};
     file.read(0, header, std::min<int64_t>(file.size(), sizeof header));
     require(header[0] == MASK_MAGIC && 1 <= header[1] && header[1] <= MASK_VERSION, path,
-            ": not a mask file of version 1 or ", MASK_VERSION, REMEDY);
-    has_examples = header[1] >= 2;
+            ": not a mask file of version 1 to ", MASK_VERSION, REMEDY);
+    version = header[1];
     require((uint64_t(header[3]) << 32 | header[2]) == uint64_t(count) && file.size() == HEADER_BYTES + count, path,
             ": does not have one byte for each of the ", count, " tokens of ", tokens, REMEDY);
     return file;
@@ -100,15 +100,16 @@ TokenFiles::TokenFiles(const std::string& pattern) : name(pattern) {
         require(shards.empty() || shards[0].width == header.width, path, ": has tokens of ", header.width,
                 " bytes, but ", found[0], " has tokens of ", shards.empty() ? 0 : shards[0].width,
                 " bytes; all shards must have the same format", REMEDY);
-        bool has_examples = false;
-        std::optional<FileReader> mask = open_mask(path, header.count, has_examples);
-        require(shards.empty() || has_examples == any_examples, path, any_examples ? ": has no" : ": has a",
+        uint32_t version = 1;
+        std::optional<FileReader> mask = open_mask(path, header.count, version);
+        require(shards.empty() || (version >= 2) == has_examples(), path, has_examples() ? ": has no" : ": has a",
                 " mask that says where examples start, unlike ", found[0], "; all shards must have one, or none",
                 REMEDY);
+        require(shards.empty() || (version >= 3) == has_pairs(), path, has_pairs() ? ": does not hold" : ": holds",
+                " preference pairs, unlike ", found[0], "; all shards must hold pairs, or none", REMEDY);
         any_mask = any_mask || mask;
-        any_examples = has_examples;
-        const uint8_t most_flags = has_examples ? LOSS | EXAMPLE_START : LOSS;
-        shards.push_back({std::move(file), total, header.count, header.width, std::move(mask), most_flags});
+        mask_version = version;
+        shards.push_back({std::move(file), total, header.count, header.width, std::move(mask)});
         require(!__builtin_add_overflow(total, header.count, &total), pattern, ": more than 2^63 tokens");
     }
 }
@@ -131,13 +132,21 @@ void TokenFiles::read_mask(int64_t begin, int64_t count, uint8_t* dst) const {
 
 void TokenFiles::read_flags(int64_t begin, int64_t count, uint8_t* dst) const {
     check_range(begin, count);
+    const uint8_t all_flags = has_pairs()      ? LOSS | EXAMPLE_START | REJECTED
+                              : has_examples() ? LOSS | EXAMPLE_START
+                                               : LOSS;
     for (const Shard* shard = shard_of(begin); count > 0; ++shard) {
         const int64_t offset = begin - shard->begin, n = std::min(count, shard->count - offset);
         if (shard->mask) {
             shard->mask->read(HEADER_BYTES + offset, dst, n);
-            const bool valid = std::all_of(dst, dst + n, [&](uint8_t m) { return m <= shard->most_flags; });
-            require(valid, shard->mask->path(), ": holds a byte above ", int(shard->most_flags),
-                    "; the file is damaged", REMEDY);
+            const bool valid = std::all_of(dst, dst + n, [&](uint8_t m) { return m <= all_flags; });
+            require(valid, shard->mask->path(), ": holds a byte above ", int(all_flags), "; the file is damaged",
+                    REMEDY);
+            const auto misplaced =
+                std::find_if(dst, dst + n, [](uint8_t m) { return (m & (REJECTED | EXAMPLE_START)) == REJECTED; });
+            require(misplaced == dst + n, shard->mask->path(), ": marks token ", offset + (misplaced - dst),
+                    " as the first one of a rejected response, but no example starts there; the file is damaged",
+                    REMEDY);
         } else {
             std::fill_n(dst, n, LOSS);
         }

@@ -2,12 +2,13 @@
 //   header[0], [1] = 20240520, 1 (uint16 tokens) or 20240801, 7 (uint32 tokens); header[2] = low 32 bits of the number
 //   of tokens, header[3] = its high 32 bits (0 in llm.c's own files).
 // Shards matched by a glob are one sequence of tokens in the order of their names. They stay open and are read in
-// parts. A file x.mask may accompany x.bin: int32[256] header (20261121, 2, low and high 32 bits of the number of
+// parts. A file x.mask may accompany x.bin: int32[256] header (20261121, version, low and high 32 bits of the number of
 // tokens), then one byte of flags per token: 1 if it is a loss token (else it is only an input, as a prompt is), 2 if
-// it is the first token of an example. Files of version 1 have no flag 2. Without a mask all are loss tokens. Errors,
-// each with the name of the file: no match, wrong magic or version, a length that differs from the header, an empty
-// shard, shards of different formats, examples in some shards only, a shard that is not a regular file or is truncated
-// meanwhile.
+// it is the first token of an example, 4 too if that is the rejected response of a preference pair with its prompt,
+// which follows the chosen one with the prompt. Only files of version 3 have flag 4, and they hold nothing but pairs;
+// files of version 1 have no flag 2 either. Without a mask all are loss tokens. Errors, each with the name of the file:
+// no match, wrong magic or version, a length that differs from the header, an empty shard, shards of different formats,
+// examples or pairs in some shards only, a shard that is not a regular file or is truncated meanwhile.
 #pragma once
 
 #include <optional>
@@ -26,11 +27,15 @@ class TokenFiles {
     // dst[i] = 1 if token begin + i is a loss token, else 0.
     void read_mask(int64_t begin, int64_t count, uint8_t* dst) const;
     // Whether the masks say where examples start.
-    bool has_examples() const { return any_examples; }
+    bool has_examples() const { return mask_version >= 2; }
+    // Whether the examples are preference pairs. data/packing.h checks their order.
+    bool has_pairs() const { return mask_version >= 3; }
     // dst[i] = the flags of token begin + i.
     static constexpr uint8_t LOSS = 1, EXAMPLE_START = 2, REJECTED = 4;
     void read_flags(int64_t begin, int64_t count, uint8_t* dst) const;
     const std::string& pattern() const { return name; }
+    // The file with the flags of a token; for masked files.
+    const std::string& mask_path(int64_t token) const { return shard_of(token)->mask->path(); }
     std::vector<std::string> paths() const;
 
   private:
@@ -39,7 +44,6 @@ class TokenFiles {
         int64_t begin, count;  // tokens
         int width;             // bytes per token
         std::optional<FileReader> mask;
-        uint8_t most_flags;  // all flags that its mask may have
     };
     const Shard* shard_of(int64_t token) const;
     void check_range(int64_t begin, int64_t count) const;
@@ -47,7 +51,8 @@ class TokenFiles {
     std::string name;
     std::vector<Shard> shards;
     int64_t total = 0;
-    bool any_mask = false, any_examples = false;
+    bool any_mask = false;
+    uint32_t mask_version = 1;  // of all shards; 1 also if one has no mask
 };
 
 // A data directory as `make data` writes it: train_*.bin, val_*.bin, tokenizer.json and meta.json (docs/use/data.md).

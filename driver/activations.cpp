@@ -4,6 +4,7 @@
 #include <numeric>
 #include <optional>
 
+#include "driver/sequence_loss.h"
 #include "kernels/embedding.h"
 #include "kernels/generation/linear.h"
 #include "kernels/linear_attention/linear_attention.h"
@@ -93,9 +94,12 @@ enum Dims {
     SEQUENCE_ENDS,  // [N + 1]
     ANGLES,         // [T, R/2, 2], or [N, R/2, 2]: cosines and sines
     CHUNK_LOGITS,   // [chunk, Vp]
-    STEP_SUMS,      // [ranks, NUM_STEP_SUMS]
-    DQ_SUMS,        // [AttentionSumRows::dq, NH·HS]
-    DKV_SUMS,       // [AttentionSumRows::dkv, 2·NKV·HS]
+    PAIRS_3,        // [most_pairs(N), 3]
+    PAIRS_2,
+    PAIR_STATS,  // [most_pairs(N), NUM_PAIR_STATS]
+    STEP_SUMS,   // [ranks, NUM_STEP_SUMS]
+    DQ_SUMS,     // [AttentionSumRows::dq, NH·HS]
+    DKV_SUMS,    // [AttentionSumRows::dkv, 2·NKV·HS]
     ONE,
     TWO,
     SAMPLING_ROW,
@@ -141,7 +145,8 @@ enum When : unsigned {
     ADD_IN_MATMUL = 2097152,  // proj and fcproj add to the residual
     ADD_IN_NORM = 4194304,    // the norm after them does
     ACT_IN_FC = 8388608,      // the matmul that computes fc writes act too, while it reads norm2
-    ACT_AFTER_FC = 16777216   // a kernel of its own does
+    ACT_AFTER_FC = 16777216,  // a kernel of its own does
+    PAIRS = 33554432          // the loss is one of preference pairs
 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
@@ -247,6 +252,8 @@ constexpr PassRow<InputActs> INPUT_ACTIVATIONS[] = {
     {&InputActs::targets, "targets", N_1, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::positions, "positions", N_1, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::loss_rows, "loss_rows", N_1, DType::I32, START, UPDATE, TRAIN},
+    {&InputActs::pair_rows, "pair_rows", PAIRS_3, DType::I32, START, UPDATE, PAIRS},
+    {&InputActs::pair_reference, "pair_reference", PAIRS_2, FP32, START, UPDATE, PAIRS},
     {&InputActs::cum_seqlens, "cum_seqlens", SEQUENCE_ENDS, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::num_sequences, "num_sequences", ONE, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::rope_table, "rope_table", ANGLES, FP32, START, UPDATE, ROPE},
@@ -261,6 +268,8 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::normf, "normf", N_C, MODEL, HEAD, HEAD, ALWAYS},
     {&HeadActs::logits, "logits", CHUNK_LOGITS, MODEL, HEAD, HEAD, ALWAYS},
     {&HeadActs::losses, "losses", N_1, FP32, HEAD, HEAD, ALWAYS},
+    {&HeadActs::pair_stats, "pair_stats", PAIR_STATS, FP32, HEAD, HEAD, PAIRS},
+    {&HeadActs::dlosses, "dlosses", N_1, FP32, HEAD, HEAD, PAIRS},
     {&HeadActs::sums, "sums", STEP_SUMS, DType::F64, START, UPDATE, ALWAYS},
     {&HeadActs::forward_scratch, "forward_scratch", FORWARD_SCRATCH_BYTES, DType::U8, START, UPDATE, ALWAYS},
     {&HeadActs::sample_id, "sample_id", ONE, DType::I32, HEAD, HEAD, TRAIN},
@@ -417,6 +426,12 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
             return {angles_by_token(c, shape) ? N : shape.T, c.rotary_channels() / 2, 2};
         case CHUNK_LOGITS:
             return {head_chunk(c, shape), c.padded_vocab()};
+        case PAIRS_3:
+            return {most_pairs(N), 3};
+        case PAIRS_2:
+            return {most_pairs(N), 2};
+        case PAIR_STATS:
+            return {most_pairs(N), NUM_PAIR_STATS};
         case STEP_SUMS:
             return {shape.world, NUM_STEP_SUMS};
         case DQ_SUMS:
@@ -464,7 +479,8 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
            (c.qk_norm == QkNorm::AllHeads ? ALL_HEADS_NORM : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
            (c.norm_after ? NORM_AFTER : NORM_BEFORE) | (shape.fp8.on ? FP8 : 0u) |
            (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u) | (widest_adapter(shape) ? LORA : 0u) |
-           (shape.nf4_weight ? NF4 : 0u) | (shape.adds_in_matmul ? ADD_IN_MATMUL : ADD_IN_NORM) |
+           (shape.nf4_weight ? NF4 : 0u) | (shape.preference ? PAIRS : 0u) |
+           (shape.adds_in_matmul ? ADD_IN_MATMUL : ADD_IN_NORM) |
            (shape.activation_epilogue == ActivationEpilogue::Both ? ACT_IN_FC : ACT_AFTER_FC);
 }
 
@@ -572,6 +588,7 @@ void Activations::allocate(const Context& ctx) {
     staging = std::make_unique<Staging>(staging_bytes(), STAGING_BUFFERS);
     for (const auto& [tensor, entry] : bindings) *tensor = at(plan.entries()[static_cast<size_t>(entry)]);
     loss_sum = sum(ctx.rank, SUM_LOSS);
+    device_fill(sums.data, 0, size_t(sums.bytes()), ctx.stream);  // a run without pairs writes none of their sums
     if (fp8) fp8->allocate(ctx);
     if (shape.offload_inputs) host_inputs = std::make_unique<BlockInputs>(ctx, config.layers - 1, input_bytes());
     if (angles_by_token(config, shape)) angles = std::make_unique<AngleRows>();
@@ -585,7 +602,8 @@ void Activations::allocate(const Context& ctx) {
 
 int64_t Activations::staging_bytes() const {
     const int64_t N = shape.B * shape.T;
-    return (5 * N + 2) * 4 + 8 + (angles_by_token(config, shape) ? N * config.rotary_channels() * 4 : 0);
+    const int64_t of_pairs = shape.preference ? most_pairs(N) * (int64_t(sizeof(PairRows)) + 2 * 4) : 0;
+    return (5 * N + 2) * 4 + 8 + of_pairs + (angles_by_token(config, shape) ? N * config.rotary_channels() * 4 : 0);
 }
 
 const std::vector<int32_t>& Activations::angle_rows(const Batch& batch, Stream stream) const {

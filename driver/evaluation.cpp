@@ -1,21 +1,31 @@
-// Evaluation during and after training: the loss of a split, and answers to multiple-choice questions.
+#include "driver/evaluation.h"
+
 #include <algorithm>
 
 #include "driver/pass.h"
+#include "driver/sequence_loss.h"
 #include "infer/generate.h"
 #include "infer/prompts.h"
 #include "runtime/device/convert_dtype.h"
 
+namespace {
+
+EvalBatches batches_of(const Model& model, const Activations& acts, const EvalSplit& split) {
+    return {split.files,       acts.shape.B, acts.shape.T, model.config.vocab_size,
+            split.end_of_text, split.limit,  split.packing};
+}
+
+}  // namespace
+
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const EvalSplit& split,
                     const std::function<void()>& before_batch) {
-    const EvalBatches batches{split.files,       acts.shape.B, acts.shape.T, model.config.vocab_size,
-                              split.end_of_text, split.limit,  split.packing};
-    return evaluate(ctx, batches, split.bytes, acts.loss_sum, [&](const Batch& batch, bool accumulate) {
-        if (before_batch) before_batch();
-        const Input in = upload(ctx, acts, batch);
-        forward({ctx, model, acts, in});
-        evaluate_loss({ctx, model, acts, in}, accumulate);
-    });
+    return evaluate(ctx, batches_of(model, acts, split), split.bytes, acts.loss_sum,
+                    [&](const Batch& batch, bool accumulate) {
+                        if (before_batch) before_batch();
+                        const Input in = upload(ctx, acts, batch);
+                        forward({ctx, model, acts, in});
+                        evaluate_loss({ctx, model, acts, in}, accumulate);
+                    });
 }
 
 namespace {
@@ -72,4 +82,62 @@ QuestionResults answer_questions(const Context& ctx, const Model& model, const A
         scores[i % scores.size()].missed += all[i].missed;
     }
     return question_results(questions, choices, scores);
+}
+
+PairEvaluation evaluate_pairs(const Context& ctx, const Model& model, const Activations& acts, const EvalSplit& split,
+                              const SetReference& set_reference, const std::function<void()>& before_batch) {
+    PairEvaluation own, all;
+    bool accumulate = false;
+    for_each_own_batch(ctx, batches_of(model, acts, split), [&](const Batch& batch) {
+        if (before_batch) before_batch();
+        const Input in = upload(ctx, acts, batch, true);
+        if (set_reference) set_reference(batch, in);
+        const Pass pass{ctx, model, acts, in};
+        forward(pass);
+        token_losses(pass);
+        sum_pairs(pass, accumulate);
+        accumulate = true;
+        own.pairs += int64_t(batch.pairs.size());
+    });
+    ctx.wait_for_stream("evaluation");
+    copy_to_host(own.sums.data(), acts.pair_sums(ctx.rank).data, sizeof own.sums, ctx.stream);
+    for (const PairEvaluation& part : ctx.comm->all_gather_host(own)) {
+        all.pairs += part.pairs;
+        for (size_t i = 0; i < all.sums.size(); i++) all.sums[i] += part.sums[i];
+    }
+    return all;
+}
+
+PairScores score_pairs(const Context& ctx, const Model& model, const Activations& acts, const EvalSplit& split) {
+    PairScores s;
+    std::vector<float> losses;
+    for_each_own_batch(ctx, batches_of(model, acts, split), [&](const Batch& batch) {
+        const Input in = upload(ctx, acts, batch);
+        forward({ctx, model, acts, in});
+        token_losses({ctx, model, acts, in});
+        losses.resize(batch.tokens.size());
+        copy_to_host(losses.data(), acts.losses.data, losses.size() * sizeof(float), ctx.stream);
+        const auto sum = [&](int32_t begin, int32_t end) {
+            double nats = 0;
+            int64_t tokens = 0;
+            for (size_t t = size_t(begin); t < size_t(end); t++) {
+                if (batch.targets[t] == Batch::NO_TARGET) continue;
+                nats += losses[t];
+                tokens++;
+            }
+            return std::pair(nats, tokens);
+        };
+        for (const Batch::Pair& pair : batch.pairs) {
+            const auto [chosen, chosen_tokens] = sum(pair.chosen, pair.rejected);
+            const auto [rejected, rejected_tokens] = sum(pair.rejected, pair.end);
+            s.pairs++;
+            s.accurate += chosen < rejected;
+            s.accurate_per_token += chosen / double(chosen_tokens) < rejected / double(rejected_tokens);
+            s.chosen_nats += chosen;
+            s.rejected_nats += rejected;
+            s.chosen_tokens += chosen_tokens;
+            s.rejected_tokens += rejected_tokens;
+        }
+    });
+    return s;
 }

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "kernels/preference_loss.h"
 #include "models/lora.h"
 #include "models/model_source.h"
 #include "parallel/update.h"
@@ -86,6 +87,18 @@ struct MuonFlags {
     bool rms_scale() const { return scale == "rms"; }
 };
 
+// The loss of a run on preference pairs (kernels/preference_loss.h); absent options get the method's defaults.
+struct PreferenceFlags {
+    std::optional<PreferenceMethod> method;  // --loss; nothing: cross-entropy
+    std::optional<double> beta, label_smoothing, margin;
+    bool adapters_off = false;  // --reference: at each step by the model without its adapters; else computed once
+
+    bool on() const { return method.has_value(); }
+    bool has_reference() const { return method && ::has_reference(*method); }
+    std::optional<PreferenceOptions> options() const;
+    std::string description() const;  // "dpo, beta 0.1, label smoothing 0, margin 0"; "none"
+};
+
 // The options that determine the memory of a training run, besides the number of ranks: `train` and `plan` have them.
 struct RunOptions {
     ModelOptions model;
@@ -97,6 +110,7 @@ struct RunOptions {
     bool master_weights = true, nondeterministic = false;
     Fp8Options fp8;
     LoraOptions lora;
+    PreferenceFlags preference;
     ShardingOptions sharding;
     int64_t gpu_memory = 0;  // bytes of the GPU that the run may take; 0: all
     bool fit = false;        // add options with which the run fits into memory

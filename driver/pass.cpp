@@ -41,7 +41,10 @@ BlockWeights block_weights(const Model& model, int64_t l) {
 
 Block block_of(const Pass& p, int64_t l) {
     const std::vector<LayerActs>& layers = p.grads ? p.acts.backward : p.acts.forward;
-    return {p, l, first_tokens(layers[size_t(l)], p.in.n), block_weights(p.model, l)};
+    BlockWeights weights = block_weights(p.model, l);
+    if (!p.adapters)
+        for (LinearWeights* w : {&weights.qkv, &weights.proj, &weights.fc, &weights.fcproj}) w->lora = {};
+    return {p, l, first_tokens(layers[size_t(l)], p.in.n), weights};
 }
 
 void embed(const Pass& p, Tensor out) {

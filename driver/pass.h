@@ -33,6 +33,7 @@ struct Pass {
     Gradients* grads = nullptr;  // of a backward pass
     // The attention of a forward pass, instead of which a caller may pass one with keys and values of its own.
     std::function<void(const Block&)> attention = attention_in_sequences;
+    bool adapters = true;  // false: a forward pass of the model without its adapters
 
     Stream stream() const { return ctx.stream; }
     // The gradient of a parameter: the first micro-step of a step writes over it, the others add to it. Null where the

@@ -102,6 +102,7 @@ RunShape run_shape(const RunOptions& o, const Model& model, const Target& target
     if (shape.dtype != DType::F32) shape.activation_epilogue = o.activation_epilogue;
     shape.deterministic = !o.nondeterministic;
     shape.fp8 = fp8_options(o.fp8, model);
+    shape.preference = o.preference.options();
     shape.offload_inputs = model.offload.moves_inputs(target);
     set_adapters(shape, model);
     return shape;

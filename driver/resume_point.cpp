@@ -38,6 +38,7 @@ ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& 
     r.data = read_data_uses(keys);
     if (keys.has("gemm")) r.gemm = keys.text("gemm");
     if (keys.has("lora")) r.lora = keys.text("lora");
+    if (keys.has("preference")) r.preference = keys.text("preference");
     if (keys.has("pack")) r.pack = keys.text("pack");
     if (keys.has("grad_norms")) {
         r.norm_count = keys.whole_number("norm_count", 0);

@@ -23,12 +23,12 @@ namespace {
 // What a run does that does not say otherwise. Pretrained weights want small steps and few of them: with the rates of a
 // run from scratch they forget more than the new text teaches.
 struct Defaults {
-    double lr;                            // AdamW's
+    double lr, adapters_lr;               // AdamW's
     int64_t steps;                        // 0: epochs
     double epochs, warmup, weight_decay;  // warmup: a fraction of the steps
 };
-constexpr Defaults FROM_SCRATCH = {6e-4, 1000, 0, 0.05, 0.1}, FROM_CHECKPOINT = {2e-5, 0, 3, 0.03, 0};
-constexpr double ADAPTERS_LR = 2e-4;  // AdamW's
+constexpr Defaults FROM_SCRATCH = {6e-4, 2e-4, 1000, 0, 0.05, 0.1}, FROM_CHECKPOINT = {2e-5, 2e-4, 0, 3, 0.03, 0},
+                   ON_PAIRS = {1e-6, 1e-5, 0, 1, 0.1, 0};
 // The rates from a checkpoint were measured over 57 steps (docs/log/finetuning.md); in far fewer they teach nothing.
 constexpr int64_t ENOUGH_STEPS = 50, FEW_STEPS = 20;
 
@@ -51,7 +51,7 @@ void set_toml(std::string& toml, const std::string& key, const std::string& valu
 }
 
 const Defaults& defaults_of(const TrainSetup& s) {
-    return s.source.directory.empty() ? FROM_SCRATCH : FROM_CHECKPOINT;
+    return s.source.directory.empty() ? FROM_SCRATCH : s.o.preference.on() ? ON_PAIRS : FROM_CHECKPOINT;
 }
 
 }  // namespace
@@ -148,9 +148,6 @@ void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) 
             "; make the data with the model's tokenizer, whose files may declare no token beyond the model's");
 }
 
-namespace {
-
-// A hash of the training tokens.
 std::string fingerprint(const TokenFiles& files) {
     std::string sample = std::to_string(files.size());
     const int64_t n = std::min<int64_t>(files.size(), 1 << 16);
@@ -167,6 +164,8 @@ std::string fingerprint(const TokenFiles& files) {
     std::snprintf(text, sizeof text, "%016" PRIx64, name_hash(sample));
     return text;
 }
+
+namespace {
 
 // Of several directories the hashes with their shares: "0123456789abcdef:7,fedcba9876543210:3".
 std::string fingerprint(const std::vector<TrainingData>& data, const Mixture& mixture) {
@@ -213,6 +212,7 @@ void check_unchanged(TrainSetup& s) {
     };
     same("the LoRA adapters: --lora-rank, --lora-alpha, --lora-targets, --rslora or --qlora", r.lora,
          s.o.lora.description());
+    same("--loss or one of its options", r.preference, s.o.preference.description());
     same("--optimizer", r.optimizer, std::string(facts_of(s.o.optimizer).name));
     same("--seed", r.seed, int64_t(s.o.seed));
     same("--seq-len", r.seq_len, s.o.seq_len);
@@ -243,6 +243,25 @@ void check_lora(const LoraOptions& lora, const ModelSource& source) {
             " DIR --merge' and name that");
 }
 
+// Pairs need a loss on pairs, and the reverse.
+void check_pairs(const TrainOptions& o, const ModelSource& source, const std::vector<TrainingData>& all) {
+    for (const TrainingData& data : all) {
+        const bool pairs = data.train_files.has_pairs();
+        require(!pairs || o.preference.on(), data.directory.path,
+                " holds preference pairs, which need a loss on pairs; add --loss dpo (ipo, simpo, orpo)");
+        require(
+            pairs || !o.preference.on(), "--loss ",
+            o.preference.description().substr(0, o.preference.description().find(',')), ": ", data.directory.path,
+            " holds no preference pairs; make data from rows with prompt, chosen and rejected, or leave --loss out");
+        require(!data.val_files || data.val_files->has_pairs() == pairs, data.directory.path,
+                ": one of its splits holds preference pairs and the other none; make the data again");
+    }
+    if (!o.preference.on()) return;
+    require(!source.directory.empty(), "--loss: ", source.name,
+            " is a preset without weights; name a model that writes responses already");
+    require(o.pack != "none", "--pack none: both responses of a pair are read whole; leave the option out");
+}
+
 // Muon's spectral updates have singular values of about 1, whatever the matrix, and take a larger rate than AdamW.
 // AdamW moves each weight by about its rate, so embeddings that start with a standard deviation of 1 take a larger one
 // than those that start with 0.02. All four are the best of a sweep (docs/understand/learning.md). Adapters, which all
@@ -250,14 +269,14 @@ void check_lora(const LoraOptions& lora, const ModelSource& source) {
 // the factor of AdamW's, which is not measured.
 LearningRates default_rates(const TrainSetup& s) {
     const Defaults& d = defaults_of(s);
-    const double adamw = s.o.lora.on() ? ADAPTERS_LR : d.lr, factor = d.lr / FROM_SCRATCH.lr;
+    const double adamw = s.o.lora.on() ? d.adapters_lr : d.lr, factor = d.lr / FROM_SCRATCH.lr;
     switch (s.o.optimizer) {
         case OptimizerType::AdamW:
             break;
         case OptimizerType::Muon:
             if (s.o.muon.rms_scale()) break;
-            return {s.o.lora.on() ? 5e-3 : 0.02 * factor, factor * (s.source.config.init == Init::FanIn ? 0.1 : 5e-3),
-                    5e-3 * factor, 1e-2 * factor};
+            return {s.o.lora.on() ? 5e-3 * d.adapters_lr / FROM_CHECKPOINT.adapters_lr : 0.02 * factor,
+                    factor * (s.source.config.init == Init::FanIn ? 0.1 : 5e-3), 5e-3 * factor, 1e-2 * factor};
     }
     return {adamw, adamw, adamw, adamw};
 }
@@ -355,6 +374,7 @@ void set_defaults(TrainSetup& s) {
     set_toml(s.o.toml, "steps", std::to_string(s.o.steps));
     set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
     set_toml(s.o.toml, "weight-decay", str(*s.o.weight_decay));
+    if (const auto preference = s.o.preference.options()) set_toml(s.o.toml, "beta", str(preference->beta));
     set_default_rates(s);
     s.notes = higher_rate_note(s);
     if (&d == &FROM_SCRATCH) return;
@@ -476,6 +496,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, this_target());
     check_lora(o.lora, source);
     check_grad_rounding(o, world, backend_device());
+    check_pairs(o, source, all_data);
 
     require(!o.head_lr || !source.config.tied, "--head-lr: the head of ", source.name,
             " is tied to the embedding; use --embedding-lr");

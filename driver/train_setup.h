@@ -61,6 +61,9 @@ std::string describe_training_data(const TrainSetup& s, const Loader& loader);
 // Throws UsageError if --grad-rounding is not possible with the run's other options.
 void check_grad_rounding(const RunOptions& o, int64_t world, Device device);
 
+// A hash of tokens and their flags.
+std::string fingerprint(const TokenFiles& files);
+
 // Throws Error if the data was made with another tokenizer than the model's.
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source);
 

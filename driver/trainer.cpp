@@ -8,9 +8,11 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "driver/evaluation.h"
 #include "driver/fit.h"
 #include "driver/matmul_cache.h"
 #include "driver/pass.h"
+#include "driver/sequence_loss.h"
 #include "infer/generate.h"
 #include "infer/prompts.h"
 #include "kernels/matmul.h"
@@ -163,6 +165,10 @@ Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<D
     if (copies) checkpoints.start_allocation(snapshot_of(model));
     start();
     warm_up();
+    if (stores_reference())
+        reference = pair_reference(
+            ctx, model, acts, setup, step > 0, [this] { watchdog.state("computing the reference", step); },
+            [this](const std::string& line) { print(line + "\n"); });
     if (copies) no_snapshot = checkpoints.finish_allocation();
     if (!no_snapshot.empty())
         print("training waits while a checkpoint is written, there is no memory for a copy: " + no_snapshot + "\n");
@@ -200,16 +206,9 @@ void Trainer::start() {
     write_scalars(ctx, acts, scalars);
 }
 
-// Chooses the GEMM algorithms and records the graphs, so that all steps run the same kernels. It runs micro-steps on
-// random tokens; the first step overwrites everything that they compute. (With equal tokens all rows of a matrix would
-// be equal. A GPU at its power limit multiplies such matrices up to a quarter faster, and ranks the algorithms in
-// another order.)
-void Trainer::warm_up() {
-    if (!graphs_replay()) return;
-    if (acts.fp8) acts.fp8->hold_scales(true);  // a graph repeats what follows the calibration
-    if (options.gemm_tune) load_matmul_cache(ctx.stream);
-    adopt_checkpoint_choices();
-    matmul_tuning(options.gemm_tune && ctx.rank == 0, ctx.stream);
+// Random tokens. With equal tokens all rows of a matrix would be equal. A GPU at its power limit multiplies such
+// matrices up to a quarter faster, and ranks the algorithms in another order.
+Batch Trainer::warm_up_batch() const {
     Batch batch;
     const size_t N = static_cast<size_t>(options.batch_size * options.seq_len);
     batch.tokens = batch.positions = std::vector<int32_t>(N);
@@ -221,10 +220,27 @@ void Trainer::warm_up() {
     for (int64_t b = 0; b <= options.batch_size; b++)
         batch.cum_seqlens.push_back(static_cast<int32_t>(b * options.seq_len));
     batch.max_seqlen = options.seq_len;
+    if (acts.shape.preference) {  // two equal halves of each sequence
+        const auto T = int32_t(options.seq_len);
+        for (int32_t b = 0; b < options.batch_size; b++)
+            batch.pairs.push_back({b * T, b * T + T / 2, (b + 1) * T, 0, 0});
+    }
     if (const int64_t room = max_sequences()) {
         batch.num_sequences = options.batch_size;
         batch.cum_seqlens.resize(size_t(room) + 1, batch.cum_seqlens.back());
     }
+    return batch;
+}
+
+// Chooses the GEMM algorithms and records the graphs, so that all steps run the same kernels. It runs micro-steps; the
+// first step overwrites everything that they compute.
+void Trainer::warm_up() {
+    if (!graphs_replay()) return;
+    if (acts.fp8) acts.fp8->hold_scales(true);  // a graph repeats what follows the calibration
+    if (options.gemm_tune) load_matmul_cache(ctx.stream);
+    adopt_checkpoint_choices();
+    matmul_tuning(options.gemm_tune && ctx.rank == 0, ctx.stream);
+    const Batch batch = warm_up_batch();
     const auto micro_steps = [&](bool replay) {
         for (int64_t micro = 0; micro < setup.micro_steps; micro++) {
             const bool first = micro == 0, last = micro + 1 == setup.micro_steps;
@@ -327,8 +343,18 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     if (r.skip) {
         line["skipped"] = true;
         if (r.skip == SKIP_SPIKE) line["spike"] = true;
-        if (!q.loss_tokens) line["no_loss_tokens"] = true;
+        if (!q.loss_terms) line["no_loss_tokens"] = true;
         line["skips"] = q.step - r.t;  // since step 1
+    }
+    std::string of_pairs;
+    if (const auto& preference = acts.shape.preference) {
+        const PairSums sums = pair_sums_of(r);
+        for (const auto& [name, value] : pair_metrics(sums, double(q.loss_terms), preference->method))
+            line[name] = value;
+        char part[64];
+        std::snprintf(part, sizeof part, "  accuracy %.3f  margin %.4f", line["accuracy"].get<double>(),
+                      line["margin"].get<double>());
+        of_pairs = part;
     }
     if (acts.fp8) {
         const auto fraction = [&](Fp8Count c) {
@@ -338,19 +364,19 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
         line["fp8_underflowed"] = fraction(FP8_UNDERFLOWED);
     }
     write_log(log, line);
-    char text[160];
-    std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s  epoch %.2f", r.loss, r.lr,
-                  r.grad_norm, tokens_per_s, epoch);
-    progress.step(q.step, q.loss_tokens ? text : "no loss tokens");
+    char text[224];
+    std::snprintf(text, sizeof text, "loss %.4f%s  lr %.2e  norm %.3f  %.0f tokens/s  epoch %.2f", r.loss,
+                  of_pairs.c_str(), r.lr, r.grad_norm, tokens_per_s, epoch);
+    progress.step(q.step, q.loss_terms ? text : "no loss tokens");
 
     const bool spike = r.skip == SKIP_SPIKE;
     if (r.skip)
         progress.note(str("step ", q.step,
-                          !q.loss_tokens ? ": none of its tokens has a loss"
-                          : spike        ? str(": the gradient norm ", r.grad_norm, " is a spike")
-                                         : ": the loss or the gradient is not finite",
+                          !q.loss_terms ? ": none of its tokens has a loss"
+                          : spike       ? str(": the gradient norm ", r.grad_norm, " is a spike")
+                                        : ": the loss or the gradient is not finite",
                           "; update skipped, ", q.step - r.t, " so far"));
-    if (!q.loss_tokens) return;  // it tells nothing of the training
+    if (!q.loss_terms) return;  // it tells nothing of the training
     skips_in_a_row = r.skip ? skips_in_a_row + 1 : 0;
     if (skips_in_a_row == options.max_skips) checkpoints.wait();
     require(skips_in_a_row < options.max_skips, "stopped at step ", q.step, ": ",
@@ -360,27 +386,58 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
             ", and start from the last checkpoint");
 }
 
+std::function<void()> Trainer::progressing() {
+    return [this] { watchdog.state("evaluating", step); };
+}
+
+EvalSplit Trainer::val_split(size_t k) const {
+    const TrainingData& data = setup.data[k];
+    return {*data.val_files, data.val_packing.get(), data.directory.end_of_text, options.eval_tokens, val_bytes[k]};
+}
+
+std::pair<double, std::string> Trainer::evaluate_text_of(size_t k, ordered_json& entry) {
+    const Evaluation e = evaluate(ctx, model, acts, val_split(k), progressing());
+    entry["val_loss"] = e.loss();
+    char part[128];
+    int length = std::snprintf(part, sizeof part, "  val_loss %.4f", e.loss());
+    if (e.bytes > 0) {
+        entry["bits_per_byte"] = e.bits_per_byte();
+        std::snprintf(part + length, sizeof part - length, "  bits_per_byte %.4f", e.bits_per_byte());
+    }
+    return {e.loss(), part};
+}
+
+std::pair<double, std::string> Trainer::evaluate_pairs_of(size_t k, ordered_json& entry) {
+    SetReference set_reference;
+    if (options.preference.adapters_off)
+        set_reference = [&](const Batch&, const Input& in) { reference_pass(ctx, model, acts, in); };
+    else if (stores_reference())
+        set_reference = [&](const Batch& batch, const Input&) {
+            upload_reference(ctx, acts, reference.of_validation(batch, k));
+        };
+    const PairEvaluation e = evaluate_pairs(ctx, model, acts, val_split(k), set_reference, progressing());
+    entry["val_loss"] = e.loss();
+    for (const auto& [name, value] : pair_metrics(e.sums, double(e.pairs), acts.shape.preference->method))
+        entry["val_" + name] = value;
+    char part[128];
+    std::snprintf(part, sizeof part, "  val_loss %.4f  val_accuracy %.4f  val_margin %.4f", e.loss(),
+                  entry["val_accuracy"].get<double>(), entry["val_margin"].get<double>());
+    return {e.loss(), part};
+}
+
 // The validation splits, and the questions of --eval-multiple-choice. Of several directories val_loss is the mean of
 // their losses by their weights; the log and the line name each.
 void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
-    const auto progressing = [this] { watchdog.state("evaluating", step); };
     double sum = 0, weights = 0;
     ordered_json line = {{"step", step}}, by_directory;
     std::string text;
     for (size_t k = 0; k < setup.data.size(); k++) {
         const TrainingData& data = setup.data[k];
         if (!data.val_files) continue;
-        const EvalSplit split{*data.val_files, data.val_packing.get(), data.directory.end_of_text, options.eval_tokens,
-                              val_bytes[k]};
-        const Evaluation e = evaluate(ctx, model, acts, split, progressing);
-        sum += double(data.weight) * e.loss();
-        weights += double(data.weight);
         ordered_json& entry = setup.data.size() > 1 ? by_directory[data.directory.path] : line;
-        entry["val_loss"] = e.loss();
-        if (e.bytes > 0) entry["bits_per_byte"] = e.bits_per_byte();
-        char part[128];
-        int length = std::snprintf(part, sizeof part, "  val_loss %.4f", e.loss());
-        if (e.bytes > 0) std::snprintf(part + length, sizeof part - length, "  bits_per_byte %.4f", e.bits_per_byte());
+        const auto [loss, part] = acts.shape.preference ? evaluate_pairs_of(k, entry) : evaluate_text_of(k, entry);
+        sum += double(data.weight) * loss;
+        weights += double(data.weight);
         text += setup.data.size() > 1 ? str("\n  ", data.directory.path, part) : part;
     }
     if (weights > 0) line["val_loss"] = val_loss = sum / weights;
@@ -392,7 +449,7 @@ void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
     }
     if (!choices.empty()) {
         for (const auto& [name, value] :
-             answer_questions(ctx, model, acts, setup.questions, choices, *tokenizer, progressing)) {
+             answer_questions(ctx, model, acts, setup.questions, choices, *tokenizer, progressing())) {
             line[name] = value;
             char part[64];
             std::snprintf(part, sizeof part, "  %s %.4f", name.c_str(), value);
@@ -492,6 +549,7 @@ void Trainer::save(bool last) {
                               {"optimizer", facts_of(options.optimizer).name},
                               {"optimizer_dtype", options.optimizer_dtype},
                               {"lora", options.lora.description()},
+                              {"preference", options.preference.description()},
                               {"learning_rates", rates},
                               {"lr", scalars.lr},
                               {"gemm", matmul_choices(ctx.stream, true)},

@@ -6,6 +6,8 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include "data/tokenizer.h"
+#include "driver/evaluation.h"
+#include "driver/pair_reference.h"
 #include "driver/train_setup.h"
 #include "model.h"
 #include "parallel/checkpoint_saver.h"
@@ -35,7 +37,7 @@ struct Trainer {
     // A step that is queued on the device. The host reads its scalars one step later, so the device always has queued
     // work.
     struct QueuedStep {
-        int64_t step = 0, loss_tokens = 0;  // of all ranks
+        int64_t step = 0, loss_terms = 0;  // loss tokens, or pairs, of all ranks
         Event begin, end;
         static constexpr size_t FP8_BYTES = NUM_FP8_COUNTS * sizeof(int64_t);
         HostMemory memory{host_alloc(sizeof(StepScalars)), host_free};  // pinned, for the scalars
@@ -60,7 +62,9 @@ struct Trainer {
     double val_loss = NAN;         // of this step; NAN: not evaluated
     std::vector<Choice> choices;   // of the questions of --eval-multiple-choice
     std::vector<Batch> one_batch;  // for --overfit-one-batch
-    // Of micro-steps: [first of its step][last of its step, where that differs], by the tokens that pass the head.
+    PairReference reference;       // of preference pairs, where it is computed once
+    bool stores_reference() const { return options.preference.has_reference() && !options.preference.adapters_off; }
+    // Of micro-steps: [first of its step][last of its step, where that differs], by Input::head_kind().
     std::map<int64_t, Graph> graphs[2][2];
     std::vector<char> asked_to_stop;  // by rank, for stopping()
     std::string log_error;            // that ends the run
@@ -81,6 +85,12 @@ struct Trainer {
     void start();    // initialises or loads weights, optimizer state and step number
     void warm_up();  // chooses GEMM algorithms, records graphs
     void adopt_checkpoint_choices();
+    Batch warm_up_batch() const;
+    // Of the validation split of data directory k: the loss and a text; `entry` gets what the log has of it.
+    std::pair<double, std::string> evaluate_text_of(size_t k, nlohmann::ordered_json& entry);
+    std::pair<double, std::string> evaluate_pairs_of(size_t k, nlohmann::ordered_json& entry);
+    EvalSplit val_split(size_t k) const;
+    std::function<void()> progressing();  // for evaluations
     int64_t max_sequences() const;
     void finish_step(RunLog& log, Progress& progress);
     void write_log(RunLog& log, const nlohmann::ordered_json& line);

@@ -71,15 +71,35 @@ MULTIARCH float capped_logit(float x, Softcap softcap) {
     return capped(vec_set(x), softcap.function, softcap.cap).value[0];
 }
 
+// A row of logits becomes dloss·(exp(f(logits) − f(logits[target]) − loss) − [v = target])·f'(logits).
+MULTIARCH void backward_row(float* logits, int64_t V, int64_t target, float loss, float dloss, Softcap softcap) {
+    const auto f = [&](vec16 x) INLINE_LAMBDA {
+        return softcap ? capped(x, softcap.function, softcap.cap) : CappedLogits{x, vec_set(1)};
+    };
+    const CappedLogits at_target = f(vec_set(logits[target]));
+    for_each_vector(V, [&](int64_t v, int64_t lanes) INLINE_LAMBDA {
+        const CappedLogits z = f(vec_load_lanes(logits + v, lanes));
+        // The difference of the logits first: f(logits[target]) + loss would round to the precision of the logits.
+        const vec16 p = vec_exp(z.value - at_target.value - loss);
+        vec_store_lanes(logits + v, p * dloss * z.slope, lanes);
+    });
+    logits[target] -= dloss * at_target.slope[0];
+}
+
+void check_targets(const char* op, const Tensor& targets, int64_t V) {
+    const int32_t* target = targets.as<int32_t>();
+    for (int64_t n = 0; n < targets.shape[0]; n++)
+        require(target[n] == IGNORE_TARGET || (target[n] >= 0 && target[n] < V), op, ": targets[", n, "] is ",
+                target[n], ", expected 0 … ", V - 1, " or ", IGNORE_TARGET, " to ignore the token");
+}
+
 // A row of logits is read from memory once: after the first pass it is in L2 (200 kB for the vocabulary of GPT-2).
 void cross_entropy(const char* op, const Tensor& losses, const Tensor& logits, const Tensor& targets, int64_t V,
                    const float* dloss, const Softcap& softcap) {
     const CrossEntropySizes z = check_cross_entropy(op, DType::F32, losses, logits, targets, V, softcap);
     const int64_t N = z.N, Vp = z.Vp, stride = row_stride(logits);
+    check_targets(op, targets, V);
     const int32_t* target = targets.as<int32_t>();
-    for (int64_t n = 0; n < N; n++)
-        require(target[n] == IGNORE_TARGET || (target[n] >= 0 && target[n] < V), op, ": targets[", n, "] is ",
-                target[n], ", expected 0 … ", V - 1, " or ", IGNORE_TARGET, " to ignore the token");
     float *loss = losses.as<float>(), *rows = logits.as<float>();
 #pragma omp parallel for schedule(static) if (N * Vp > PARALLEL_MIN)
     for (int64_t n = 0; n < N; n++) {
@@ -119,4 +139,19 @@ void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t
 void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,
                                     Softcap softcap, Stream) {
     cross_entropy("cross_entropy_forward_backward", losses, logits, targets, V, &dloss, softcap);
+}
+
+void cross_entropy_backward(Tensor logits, Tensor losses, Tensor dlosses, Tensor targets, int64_t V, Softcap softcap,
+                            Stream) {
+    const auto [N, Vp] = check_cross_entropy_backward(DType::F32, logits, losses, dlosses, targets, V, softcap);
+    check_targets("cross_entropy_backward", targets, V);
+    const int32_t* target = targets.as<int32_t>();
+    const float *loss = losses.as<float>(), *dloss = dlosses.as<float>();
+    const Rows<float> rows(logits);
+#pragma omp parallel for schedule(static) if (N * Vp > PARALLEL_MIN)
+    for (int64_t n = 0; n < N; n++) {
+        const bool ignored = target[n] == IGNORE_TARGET;
+        if (!ignored) backward_row(rows[n], V, target[n], loss[n], dloss[n], softcap);
+        std::fill(rows[n] + (ignored ? 0 : V), rows[n] + Vp, 0.0f);
+    }
 }

@@ -91,4 +91,5 @@ void step_control(Tensor scalars, Tensor sums, double loss_scale, double grad_un
     s.skip = !(std::isfinite(s.loss) && std::isfinite(s.grad_norm)) ? SKIP_NOT_FINITE : spike ? SKIP_SPIKE : SKIP_NONE;
     if (std::isfinite(s.grad_norm)) s.norms[s.norm_count++ % GRAD_NORM_WINDOW] = s.grad_norm;
     if (!s.skip) s.t++;
+    std::copy(sum + SUM_LOSS, sum + NUM_STEP_SUMS, s.pair_stats);
 }

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 constexpr int CONTROL_THREADS = 64;
-static_assert(CONTROL_THREADS >= GRAD_NORM_WINDOW, "a thread for each norm");
+static_assert(CONTROL_THREADS >= GRAD_NORM_WINDOW && CONTROL_THREADS >= NUM_STEP_SUMS, "a thread for each");
 
 // The median of the window of norms, in all threads: the norm that GRAD_NORM_WINDOW / 2 others come before in the order
 // of (norm, index). Once in a block.
@@ -64,18 +64,22 @@ __device__ float median_norm(const StepScalars* scalars) {
     return median;
 }
 
-// Runs as one block, of which the first thread writes.
+// Runs as one block. A thread adds up a column of the ranks' sums, the first one computes the scalars.
 __global__ void __launch_bounds__(CONTROL_THREADS)
     control_kernel(StepScalars* scalars, const double* sums, int64_t ranks, double loss_scale, double grad_unit) {
     const bool judged = scalars->spike_factor > 0 && scalars->norm_count >= GRAD_NORM_WINDOW;
     const float median = judged ? median_norm(scalars) : 0;
-    if (threadIdx.x > 0) return;
-    double sum[NUM_STEP_SUMS] = {};
-    for (int64_t r = 0; r < ranks; r++) {
-#pragma unroll
-        for (int i = 0; i < NUM_STEP_SUMS; i++) sum[i] += sums[r * NUM_STEP_SUMS + i];
-    }
+    __shared__ double sum[NUM_STEP_SUMS];
     StepScalars& s = *scalars;
+    const int column = int(threadIdx.x);
+    if (column < NUM_STEP_SUMS) {
+        double total = 0;
+        for (int64_t r = 0; r < ranks; r++) total += sums[r * NUM_STEP_SUMS + column];
+        sum[column] = total;
+        if (column >= SUM_LOSS) s.pair_stats[column - SUM_LOSS] = float(total);
+    }
+    __syncthreads();
+    if (column > 0) return;
     const double norm = sqrt(sum[SUM_SQUARES]);
     s.loss = float(sum[SUM_LOSS] * loss_scale);
     s.grad_norm = float(grad_unit * norm);

@@ -11,6 +11,7 @@
 // the same bits. Throws Error on a wrong shape or dtype.
 #pragma once
 
+#include "kernels/preference_loss.h"
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 
@@ -32,10 +33,12 @@ struct StepScalars {
     // The last finite norms: number i, counted from 0, is norms[i % GRAD_NORM_WINDOW].
     int64_t norm_count;
     float norms[GRAD_NORM_WINDOW];
+    float pair_stats[NUM_PAIR_STATS];  // Σ of each PairStat
 };
 
-// Columns of a rank's row of sums, fp64.
-enum StepSum { SUM_SQUARES, SUM_LOSS, NUM_STEP_SUMS };
+// Columns of a rank's row of sums, fp64. From SUM_LOSS on they are those of PairStat (PAIR_LOSS is the loss), so that
+// sum_pair_stats() can write them; without preference pairs those behind SUM_LOSS are 0.
+enum StepSum { SUM_SQUARES, SUM_LOSS, NUM_STEP_SUMS = SUM_LOSS + NUM_PAIR_STATS };
 
 // Sum of losses [n] fp32 into *loss_sum (F64, one element), in a fixed order. accumulate: add, else overwrite.
 void sum_losses(Tensor loss_sum, Tensor losses, bool accumulate, Stream stream);

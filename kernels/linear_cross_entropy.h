@@ -36,7 +36,8 @@ struct LinearCrossEntropy {
 void linear_cross_entropy(const LinearCrossEntropy& x, Stream stream);
 
 // The same in two calls, for gradients that depend on the losses of other tokens: losses first, which keeps in logits
-// what the gradient needs; then dinp, dweight and dbias by x.dlosses. Between them logits and inp may not change.
+// what the gradient needs; then dinp, dweight and dbias by x.dlosses. Both get the same x, except for what dlosses
+// holds. Between them losses, logits and inp may not change. linear_cross_entropy() with dlosses makes these calls.
 void linear_cross_entropy_losses(const LinearCrossEntropy& x, Stream stream);
 void linear_cross_entropy_gradient(const LinearCrossEntropy& x, Stream stream);
 

@@ -13,11 +13,16 @@
 //   SimPO  h = β·(a_c − a_r) − γ,   L as for DPO                                 (Meng et al. 2024, equation 6)
 //   ORPO   o(a) = a − ln(1 − e^a),   L = −a_c − β·ln σ(o(a_c) − o(a_r))      (Hong et al. 2024, equations 6 and 7)
 //
+// In o(a) an a above −2⁻²⁴ counts as −2⁻²⁴, the accuracy of a loss in fp32, so that o and its slope 1/(1 − e^a) stay
+// finite.
+//
 // Rewards: β·(ℓ − ℓ_ref) for DPO, β·(a − a_ref) for IPO, β·a for SimPO and ORPO.
 //
 // P pairs of which some may be absent, n tokens. Sums are in fp64 in a fixed order: the same losses give the same bits.
 // Throws Error on a wrong shape or dtype, and on options out of range: β ≤ 0, ε outside [0, 0.5), γ < 0, ε with IPO or
-// ORPO, γ with a method other than SimPO.
+// ORPO, γ with a method other than SimPO. Rows that are out of order or out of range, or a side without tokens, are an
+// Error on the CPU; on CUDA, where the launch does not wait for the kernel, the pair's stats are NaN, which skips the
+// step.
 #pragma once
 
 #include <cstdint>
@@ -67,8 +72,8 @@ struct PreferenceLoss {
     Tensor losses;   // fp32 [n]: −ln π of each loss token, nats
     Tensor rows;     // int32 [P, 3]: PairRows
     Tensor reference;  // fp32 [P, 2]: ℓ_ref of chosen and rejected; null for a method without a reference
-    int64_t begin = 0,
-            end = 0;  // only pairs whose chosen begins in [begin, end) are computed, and the absent ones there
+    // Only pairs whose chosen begins in [begin, end) are computed, and the absent ones there. They end there, too.
+    int64_t begin = 0, end = 0;
     float scale = 1;
     PreferenceOptions options;
 };

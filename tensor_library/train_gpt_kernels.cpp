@@ -477,7 +477,7 @@ int tgk_muon_update(tgk_context* context, const tgk_tensor* params, const tgk_te
             flat.push_back(make_tensor(tensors[i].data, DType::F32, g.device, {n}));
         }
         // In the scratch: the scalars, the updates, and what the iteration needs.
-        constexpr int64_t SCALARS = 256;
+        constexpr int64_t SCALARS = (int64_t(sizeof(StepScalars)) + 255) / 256 * 256;
         const int64_t updates_end = SCALARS + (n * int64_t(sizeof(float)) + 255) / 256 * 256;
         const int64_t bytes = updates_end + newton_schulz_scratch(batch, rows, columns, DType::F32);
         const Tensor memory = scratch(c, bytes);

@@ -8,7 +8,7 @@ namespace {
 // and v, and the bf16 copy.
 void adamw(benchmark::State& state, DType T) {
     const int64_t n = state.range(0);
-    const StepScalars s = {1e-4f, 1, 0, 0, 1, 1, 1, 0, 100, 0, {}};
+    const StepScalars s = {1e-4f, 1, 0, 0, 1, 1, 1, 0, 100, 0, {}, {}};
     const BenchArray params({n}), m({n}), v({n}, 0.1f, 1), grads({n}), scalars = BenchArray::bytes(sizeof(s));
     const BenchArray params_T(T, {T == DType::F32 ? 1 : n});
     copy_to_device(scalars.tensor().data, &s, sizeof(s), Stream{});

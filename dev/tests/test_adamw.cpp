@@ -11,7 +11,7 @@
 namespace {
 
 TestArray make_scalars(float lr, float grad_scale, bool skip, int64_t t) {
-    const StepScalars s = {lr, 1, 0, 0, 2, 3, grad_scale, skip, t, 0, {}};
+    const StepScalars s = {lr, 1, 0, 0, 2, 3, grad_scale, skip, t, 0, {}, {}};
     return TestArray::bytes(&s, sizeof(s));
 }
 

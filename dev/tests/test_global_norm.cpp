@@ -17,11 +17,19 @@ Tensor element(const TestArray& array, int64_t i) {
     return t;
 }
 
+// A rank's row of sums; its gradients are added later.
+std::vector<double> row_of_sums(double loss_sum) {
+    std::vector<double> row(NUM_STEP_SUMS);
+    row[SUM_SQUARES] = NAN;
+    row[SUM_LOSS] = loss_sum;
+    return row;
+}
+
 // Runs one step's control over the gradients and returns the scalars afterwards.
 StepScalars control(const TestArray& grads, double loss_sum, double loss_scale, StepScalars before,
                     double grad_unit = 1) {
     const TestArray scalars = TestArray::bytes(&before, sizeof(before));
-    const TestArray sums = TestArray::doubles({NAN, loss_sum}, {1, NUM_STEP_SUMS});
+    const TestArray sums = TestArray::doubles(row_of_sums(loss_sum), {1, NUM_STEP_SUMS});
     const TestArray scratch = TestArray::scratch(sum_squares_scratch(grads.tensor().numel()));
     sum_squares(element(sums, SUM_SQUARES), grads, false, scratch, Stream{});
     step_control(scalars, sums, loss_scale, grad_unit, Stream{});
@@ -32,7 +40,7 @@ StepScalars control(const TestArray& grads, double loss_sum, double loss_scale, 
 
 StepScalars fresh(float grad_clip, int64_t t = 0) {
     const float unset = std::numeric_limits<float>::quiet_NaN();
-    return {3e-4f, grad_clip, 0.95f, 0, unset, unset, unset, -1, t, 0, {}};
+    return {3e-4f, grad_clip, 0.95f, 0, unset, unset, unset, -1, t, 0, {}, {}};
 }
 
 // The sum runs in double: what is left is rounding the result to fp32.
@@ -162,7 +170,13 @@ TEST(SumLosses, MatchesFloat64) {
 // Sums over several parts, on each of three ranks, give the norm and the loss of the whole.
 TEST(StepControl, AddsPartsAndRanks) {
     const TestArray grads = TestArray::random({90001}, 1), scratch = TestArray::scratch(sum_squares_scratch(90001));
-    const TestArray sums = TestArray::doubles({NAN, 1, NAN, 2, NAN, 4}, {3, NUM_STEP_SUMS});
+    std::vector<double> rows;
+    for (const double loss : {1, 2, 4}) {
+        const std::vector<double> row = row_of_sums(loss);
+        rows.insert(rows.end(), row.begin(), row.end());
+        for (int i = SUM_LOSS + 1; i < NUM_STEP_SUMS; i++) rows[rows.size() - NUM_STEP_SUMS + size_t(i)] = i * loss;
+    }
+    const TestArray sums = TestArray::doubles(rows, {3, NUM_STEP_SUMS});
     const int64_t ends[] = {0, 1, 30000, 40000, 90000, 90000, 90001};  // two parts a rank
     for (int64_t part = 0; part < 6; part++) {
         sum_squares(element(sums, part / 2 * NUM_STEP_SUMS + SUM_SQUARES),
@@ -178,17 +192,19 @@ TEST(StepControl, AddsPartsAndRanks) {
     expect_rounded(s.grad_scale, 0.5 / norm);
     EXPECT_EQ(s.loss, 3.5f);
     EXPECT_EQ(s.t, 42);
+    EXPECT_EQ(s.pair_stats[PAIR_LOSS], 7);  // not scaled
+    for (int i = PAIR_LOSS + 1; i < NUM_PAIR_STATS; i++) EXPECT_EQ(s.pair_stats[i], float(7 * (SUM_LOSS + i))) << i;
 }
 
 TEST(StepControl, InvalidArgumentsAreErrors) {
     const TestArray grads = TestArray::random({40000}, 1), short_bytes = TestArray::scratch(3);
     const TestArray scalars = TestArray::scratch(sizeof(StepScalars)),
                     scratch = TestArray::scratch(sum_squares_scratch(40000)), sum = TestArray::doubles({1}, {1}),
-                    sums = TestArray::doubles({1, 1}, {1, NUM_STEP_SUMS});
+                    sums = TestArray::doubles(row_of_sums(1), {1, NUM_STEP_SUMS});
     expect_error([&] { step_control(short_bytes, sums, 1, 1, Stream{}); },
                  str("step_control: scalars is uint8 [3], expected uint8 [", sizeof(StepScalars), "]"));
     expect_error([&] { step_control(scalars, sum, 1, 1, Stream{}); },
-                 "step_control: sums is fp64 [1], expected fp64 [ranks, 2]");
+                 str("step_control: sums is fp64 [1], expected fp64 [ranks, ", int(NUM_STEP_SUMS), "]"));
     expect_error([&] { sum_squares(sum, sum, false, scratch, Stream{}); },
                  "sum_squares: grads is fp64 [1], expected fp32 or bf16 [n]");
     expect_error([&] { sum_squares(sum, grads, false, short_bytes, Stream{}); },

@@ -431,7 +431,7 @@ TEST(Large, AdamW) {
     m.fill(2, 1e-3f);
     v.fill(3, 1e-5f, true);
     grads.fill(4, 1e-2f);
-    const StepScalars s = {1e-3f, 1, 0, 0, 2, 3, 0.7f, 0, 10, 0, {}};
+    const StepScalars s = {1e-3f, 1, 0, 0, 2, 3, 0.7f, 0, 10, 0, {}, {}};
     const TestArray scalars = TestArray::bytes(&s, sizeof(s));
     const AdamWOptions options;
     const ParamSegment segments[] = {{0, LIMIT - 300, 0.1f, 0}, {LIMIT - 300, n, 0, LIMIT - 300}};
@@ -464,7 +464,7 @@ TEST(Large, Muon) {
     params.fill(1, 0.02f);
     m.fill(2, 1e-3f);
     grads.fill(4, 1e-2f);
-    const StepScalars s = {1e-2f, 1, 0.95f, 0, 2, 3, 0.7f, 0, 10, 0, {}};
+    const StepScalars s = {1e-2f, 1, 0.95f, 0, 2, 3, 0.7f, 0, 10, 0, {}, {}};
     const TestArray scalars = TestArray::bytes(&s, sizeof(s));
     MuonSegment segment;
     segment.begin = 0;

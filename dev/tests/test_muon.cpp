@@ -25,7 +25,7 @@ Stream stream() {
 }
 
 TestArray make_scalars(float lr, float momentum, float grad_scale, bool skip, int64_t t = 1) {
-    const StepScalars s = {lr, 1, momentum, 0, 2, 3, grad_scale, skip, t, 0, {}};
+    const StepScalars s = {lr, 1, momentum, 0, 2, 3, grad_scale, skip, t, 0, {}, {}};
     return TestArray::bytes(&s, sizeof(s));
 }
 

@@ -77,7 +77,7 @@ TEST_F(TokenFilesTest, MasksSelectLossTokens) {
 
     for (const auto& [header, payload] :
          std::vector<std::pair<std::vector<uint32_t>, std::string>>{{{20261120, 1, 3}, std::string(3, '\1')},
-                                                                    {{20261121, 3, 3}, std::string(3, '\1')},
+                                                                    {{20261121, 4, 3}, std::string(3, '\1')},
                                                                     {{20261121, 1, 2}, std::string(3, '\1')},
                                                                     {{20261121, 1, 3, 1}, std::string(3, '\1')},
                                                                     {{20261121, 1, 3}, std::string(2, '\1')},
@@ -210,11 +210,39 @@ TEST_F(TokenFilesTest, Examples) {
     EXPECT_EQ(mask, (std::vector<uint8_t>{0, 0, 1, 1, 1}));
     write("b.mask", {20261121, 2, 2}, {3, 4});
     expect_contains(error_of([&] { TokenFiles(all()).read_flags(0, 5, flags.data()); }), "holds a byte above 3");
-    write("b.mask", {20261121, 3, 2}, {3, 1});
-    expect_contains(error_of([&] { TokenFiles{all()}; }), "b.mask: not a mask file of version 1 or 2");
+    write("b.mask", {20261121, 4, 2}, {3, 1});
+    expect_contains(error_of([&] { TokenFiles{all()}; }), "b.mask: not a mask file of version 1 to 3");
     write("a.mask", {20261121, 1, 3}, {0, 0, 1});
     write("b.mask", {20261121, 2, 2}, {3, 1});
     expect_contains(error_of([&] { TokenFiles{all()}; }), "b.bin: has a mask that says where examples start");
+}
+
+TEST_F(TokenFilesTest, Pairs) {
+    write_tokens<uint16_t>("a.bin", {1, 2, 3});
+    write_tokens<uint16_t>("b.bin", {4, 5});
+    write("a.mask", {20261121, 3, 3}, {2, 1, 6});
+    write("b.mask", {20261121, 2, 2}, {1, 1});
+    expect_contains(error_of([&] { TokenFiles{all()}; }), "b.bin: does not hold preference pairs, unlike ");
+    write("b.mask", {20261121, 3, 2}, {1, 1});
+    const TokenFiles files(all());
+    EXPECT_TRUE(files.masked() && files.has_examples() && files.has_pairs());
+    std::vector<uint8_t> flags(5), mask(5);
+    files.read_flags(0, 5, flags.data());
+    files.read_mask(0, 5, mask.data());
+    EXPECT_EQ(flags, (std::vector<uint8_t>{2, 1, 6, 1, 1}));
+    EXPECT_EQ(mask, (std::vector<uint8_t>{0, 1, 0, 1, 1}));
+    EXPECT_EQ(files.mask_path(2), folder + "/a.mask");
+    EXPECT_EQ(files.mask_path(3), folder + "/b.mask");
+    write("b.mask", {20261121, 3, 2}, {1, 5});
+    expect_contains(error_of([&] { TokenFiles(all()).read_flags(0, 5, flags.data()); }),
+                    "b.mask: marks token 1 as the first one of a rejected response, but no example starts there");
+    write("b.mask", {20261121, 3, 2}, {1, 8});
+    expect_contains(error_of([&] { TokenFiles(all()).read_flags(0, 5, flags.data()); }), "holds a byte above 7");
+    write("a.mask", {20261121, 2, 3}, {2, 1, 2});
+    write("b.mask", {20261121, 3, 2}, {1, 1});
+    expect_contains(error_of([&] { TokenFiles{all()}; }), "b.bin: holds preference pairs, unlike ");
+    write("b.mask", {20261121, 2, 2}, {1, 1});
+    EXPECT_FALSE(TokenFiles{all()}.has_pairs());
 }
 
 // A map would end the process with SIGBUS.
