@@ -40,8 +40,8 @@ def steps_of(folder, T, batch_size, seed, steps):
 
 
 def loss_options(args):
-    return ["--loss", args.loss, "--beta", args.beta, "--label-smoothing", args.label_smoothing,
-            "--simpo-margin", args.simpo_margin]
+    given = {"--label-smoothing": args.label_smoothing, "--simpo-margin": args.simpo_margin}
+    return ["--loss", args.loss, "--beta", args.beta, *(word for option in given.items() if option[1] for word in option)]
 
 
 def compare(args):
@@ -73,7 +73,7 @@ def main():
     parser.add_argument("--loss", choices=("dpo", "ipo", "simpo", "orpo"), default="dpo")
     parser.add_argument("--beta", type=float, default=0.1)
     parser.add_argument("--label-smoothing", type=float, default=0)
-    parser.add_argument("--simpo-margin", type=float, default=0)
+    parser.add_argument("--simpo-margin", type=float, default=0, help="with --loss simpo: above 0")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--seq-len", type=int, required=True)
