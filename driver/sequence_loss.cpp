@@ -48,20 +48,20 @@ PreferenceLoss loss_of(const Pass& p) {
 
 }  // namespace
 
-PairLayout lay_out_pairs(const Batch& batch, int64_t chunk, int64_t unit) {
+PairLayout lay_out_pairs(const Batch& batch, int64_t most, int64_t chunk, int64_t unit) {
     PairLayout layout;
     layout.two_passes = !lay_out(layout, batch, size_t(chunk));
     if (layout.two_passes) lay_out(layout, batch, 0);
     const int64_t used = std::max<int64_t>(int64_t(layout.loss_rows.size()), 1),
                   size = std::min((used + unit - 1) / unit * unit, int64_t(batch.tokens.size()));
     layout.loss_rows.resize(size_t(size), NO_ROW);
-    layout.pairs.resize(size_t(most_pairs(int64_t(batch.tokens.size()))), PairRows{0, 0, 0});
+    layout.pairs.resize(size_t(most), PairRows{0, 0, 0});
     return layout;
 }
 
 std::vector<int32_t> upload_pairs(const Context& ctx, const Activations& acts, const Batch& batch, Input& in) {
     const int64_t chunk = acts.logits.shape[0], unit = acts.logits.device == Device::CPU ? 1 : chunk;
-    PairLayout layout = lay_out_pairs(batch, chunk, unit);
+    PairLayout layout = lay_out_pairs(batch, acts.pair_rows.shape[0], chunk, unit);
     acts.staging->put(acts.pair_rows.data, layout.pairs.data(), acts.pair_rows.bytes(), ctx.stream);
     in.two_passes = layout.two_passes;
     return std::move(layout.loss_rows);
@@ -93,7 +93,7 @@ void pair_head_forward_backward(const Pass& p, float dloss, const HeadRows& head
     for_each_chunk([&](const LinearCrossEntropy& rows, int64_t begin) {
         linear_cross_entropy_losses(rows, p.stream());
         loss.begin = begin;
-        loss.end = begin + chunk;
+        loss.end = std::min(begin + chunk, n);
         preference_loss(loss, p.stream());
         linear_cross_entropy_gradient(rows, p.stream());
     });

@@ -28,11 +28,11 @@ inline int64_t most_pairs(int64_t tokens) {
 // The rows of the head for a batch.
 struct PairLayout {
     std::vector<int32_t> loss_rows;  // the token of each row; −1: none
-    std::vector<PairRows> pairs;     // most_pairs(); those that the batch does not have are absent
+    std::vector<PairRows> pairs;     // `most`; those that the batch does not have are absent
     bool two_passes = false;
 };
 // chunk: rows of the head's chunks. The number of rows is a multiple of `unit`, but at most that of the batch's tokens.
-PairLayout lay_out_pairs(const Batch& batch, int64_t chunk, int64_t unit);
+PairLayout lay_out_pairs(const Batch& batch, int64_t most, int64_t chunk, int64_t unit);
 
 // upload() of a batch's pairs: sets in.pair_rows and in.two_passes and returns PairLayout::loss_rows.
 std::vector<int32_t> upload_pairs(const Context& ctx, const Activations& acts, const Batch& batch, Input& in);
