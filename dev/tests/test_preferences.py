@@ -77,7 +77,9 @@ class Preferences(CommandsTest):
     def same(self, ours, theirs, delta):
         self.assertEqual(len(ours), len(theirs))
         for number, (a, b) in enumerate(zip(ours, theirs), 1):
-            for key in KEYS & b.keys():
+            # Of a model that is its own reference both rewards are 0, up to the order of sums.
+            own = abs(b["margin"]) < 1e-6
+            for key in KEYS & b.keys() - ({"accuracy"} if own else set()):
                 self.assertAlmostEqual(a[key], b[key], delta=delta, msg=f"step {number}: {key}")
 
     def test_trl(self):
@@ -122,12 +124,12 @@ class Preferences(CommandsTest):
                         self.assertEqual(*(digest(os.path.join(folder, file)) for folder in last), file)
 
     def test_references_of_adapters(self):
-        """Stored values, and those of each step with the adapters off, are the same; without adapters the model is its
-        own reference, so that the first values are exact."""
+        """Stored values, and those of each step with the adapters off, are the same."""
         stored = self.steps(self.train("stored", "--lora-rank", 2, "--lr", 1e-2))
         off = self.steps(self.train("off", "--lora-rank", 2, "--lr", 1e-2, "--reference", "adapters-off"))
         self.same(off, stored, 1e-5)
-        self.assertEqual([stored[0][key] for key in ("rewards_chosen", "rewards_rejected", "kl")], [0, 0, 0])
+        for key in "rewards_chosen", "rewards_rejected", "kl":
+            self.assertAlmostEqual(stored[0][key], 0, delta=1e-6)
         self.assertGreater(abs(stored[-1]["margin"]), 0.01)
 
     @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
@@ -157,7 +159,7 @@ class Preferences(CommandsTest):
             for response, logp in zip(pair[1:], logps):
                 tokens, output = pair[0] + response, self.path("logits.npy")
                 done = run("logits", "--model", MODEL, "--dtype", "fp32", "--output", output, "--tokens",
-                           ",".join(map(str, tokens)))
+                           " ".join(map(str, tokens)))
                 self.assertEqual(done.returncode, 0, done.stderr)
                 logits = np.load(output).astype(float).reshape(len(tokens), -1)[len(pair[0]) - 1:-1]
                 expected = logits[range(len(response)), response] - np.log(np.exp(logits).sum(1))
@@ -176,12 +178,14 @@ class Preferences(CommandsTest):
                     if name.startswith("reference-") and os.path.join(data, name) != path]
         self.assertGreater(np.abs(np.array(read_json(theirs)["train"]).reshape(-1, 2) - reference).max(), 1e-4)
         # Under the other's name it is refused, and so is a damaged one.
-        one = ("--data", data, "--steps", 1, "--batch-size", 1)
         shutil.copy(theirs, path)
-        self.refused(1, [path, "another model"], "train", *self.options("run4", *one))
-        with open(path, "r+", encoding="utf-8") as file:
-            file.truncate(40)
-        self.refused(1, [path], "train", *self.options("run4", *one))
+        for said in "is the reference of another model", "JSON":
+            done = run("train", *self.options("refused", "--data", data, "--steps", 1))
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertIn(path, done.stderr.splitlines()[-1])
+            self.assertIn(said, done.stderr.splitlines()[-1])
+            with open(path, "r+", encoding="utf-8") as file:
+                file.truncate(40)
 
     def test_validation_pairs(self):
         out = self.train("run", "--eval-every", 2)
