@@ -27,7 +27,9 @@ EvalOptions parse_eval(const Args& args) {
     EvalOptions o;
     CLI::App app(
         "Scores every token of a split once and prints tokens, bytes, val_loss (nats per token), perplexity and "
-        "bits_per_byte; of conversations loss_tokens, val_loss and perplexity. With --multiple-choice, scores "
+        "bits_per_byte; of conversations loss_tokens, val_loss and perplexity; of preference pairs their number, "
+        "accuracy (the share whose chosen response has the greater log-probability), accuracy_per_token (the same of "
+        "its mean over tokens), loss_chosen and loss_rejected (nats per token). With --multiple-choice, scores "
         "multiple-choice questions and prints accuracy, accuracy_norm "
         "(accuracy by log-probability per character) and count. If the questions have one ending each, it prints "
         "accuracy, perplexity and count.",
@@ -91,6 +93,17 @@ void run_multiple_choice(const EvalOptions& o) {
     print_result(result, o.json);
 }
 
+nlohmann::ordered_json pair_result(const PairScores& s, const ModelSource& source) {
+    require(std::isfinite(s.chosen_nats + s.rejected_nats), source.name, ": the loss of a response is not finite",
+            NOT_FINITE);
+    const auto pairs = double(s.pairs);
+    return {{"pairs", s.pairs},
+            {"accuracy", s.accurate / pairs},
+            {"accuracy_per_token", s.accurate_per_token / pairs},
+            {"loss_chosen", s.chosen_nats / double(s.chosen_tokens)},
+            {"loss_rejected", s.rejected_nats / double(s.rejected_tokens)}};
+}
+
 }  // namespace
 
 void run_eval(const Args& args) {
@@ -112,10 +125,11 @@ void run_eval(const Args& args) {
     shape.packing = packing_of(source, o.model.weights);
     const LoadedModel m(ctx, source, shape);
     const EvalSplit split{files, packing.get(), data.end_of_text, 0, text_bytes(data, files, train_split)};
-    const Evaluation e = evaluate(ctx, m.model, m.acts, split);
     if (packing && packing->num_too_long())
-        std::cerr << "train_gpt: eval: " << packing->num_too_long() << " examples longer than --seq-len " << T
-                  << " were left out\n";
+        std::cerr << "train_gpt: eval: " << packing->num_too_long() << (files.has_pairs() ? " pairs" : " examples")
+                  << " longer than --seq-len " << T << " were left out\n";
+    if (files.has_pairs()) return print_result(pair_result(score_pairs(ctx, m.model, m.acts, split), source), o.json);
+    const Evaluation e = evaluate(ctx, m.model, m.acts, split);
     require(std::isfinite(e.loss()), source.name, ": the loss is ", e.loss(), NOT_FINITE);
     nlohmann::ordered_json result = {{files.masked() ? "loss_tokens" : "tokens", e.tokens}};
     if (e.bytes) result["bytes"] = e.bytes;

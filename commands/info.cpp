@@ -73,18 +73,22 @@ ordered_json build_info() {
 
 ordered_json token_info(const TokenFiles& files) {
     int32_t largest = 0;
-    int64_t loss_tokens = 0;
+    int64_t loss_tokens = 0, pairs = 0;
     std::vector<int32_t> block(1 << 16);
-    std::vector<uint8_t> mask(block.size());
+    std::vector<uint8_t> flags(block.size());
     for (int64_t begin = 0; begin < files.size(); begin += int64_t(block.size())) {
         const int64_t n = std::min(int64_t(block.size()), files.size() - begin);
         files.read(begin, n, block.data(), 0);
         largest = std::max(largest, *std::max_element(block.begin(), block.begin() + n));
-        files.read_mask(begin, n, mask.data());
-        loss_tokens += std::count(mask.begin(), mask.begin() + n, 1);
+        files.read_flags(begin, n, flags.data());
+        for (int64_t i = 0; i < n; i++) {
+            loss_tokens += flags[size_t(i)] & TokenFiles::LOSS;
+            pairs += (flags[size_t(i)] & TokenFiles::REJECTED) != 0;
+        }
     }
     ordered_json info = {{"shards", files.paths().size()}, {"tokens", files.size()}, {"largest_token", largest}};
     if (files.masked()) info["loss_tokens"] = loss_tokens;
+    if (files.has_pairs()) info["pairs"] = pairs;
     return info;
 }
 

@@ -56,9 +56,9 @@ ShownExample read_example(const TokenFiles& files, const Tokenizer& tokenizer, i
     return example;
 }
 
-void print(const ShownExample& example, int64_t number) {
+void print(const ShownExample& example, const std::string& name) {
     const bool colours = isatty(STDOUT_FILENO);
-    std::cout << "--- example " << number << ": " << example.tokens << " tokens, " << example.loss_tokens
+    std::cout << "--- " << name << ": " << example.tokens << " tokens, " << example.loss_tokens
               << " of them loss tokens\n";
     for (const Part& part : example.parts) {
         if (part.loss) set_terminal_style("1;32");  // bold and green
@@ -68,8 +68,8 @@ void print(const ShownExample& example, int64_t number) {
     std::cout << "\n";
 }
 
-void print_json(const ShownExample& example) {
-    ordered_json object = {{"tokens", example.tokens}, {"loss_tokens", example.loss_tokens}};
+void print_json(const ShownExample& example, ordered_json object) {
+    object.update({{"tokens", example.tokens}, {"loss_tokens", example.loss_tokens}});
     for (const Part& part : example.parts) object["parts"].push_back({{"loss", part.loss}, {"text", part.text}});
     std::cout << object.dump(-1, ' ', false, ordered_json::error_handler_t::replace) << "\n";
 }
@@ -82,12 +82,15 @@ void show_examples(const DataDirectory& data, int64_t count, bool json) {
             " is text, in which every token is a loss token; name data made from conversations");
     require(!data.tokenizer_path().empty(), "--show: ", data.path, " has no tokenizer.json, which printing text needs");
     const Tokenizer tokenizer(data.tokenizer_path());
-    const std::vector<int64_t> starts = example_starts(files, count);
+    const bool pairs = files.has_pairs();
+    const std::vector<int64_t> starts = example_starts(files, pairs ? 2 * count : count);
     for (size_t i = 0; i + 1 < starts.size(); i++) {
         const ShownExample example = read_example(files, tokenizer, starts[i], starts[i + 1]);
+        const size_t pair = i / 2 + 1;
+        const std::string response = i % 2 == 0 ? "chosen" : "rejected";
         if (json)
-            print_json(example);
+            print_json(example, pairs ? ordered_json{{"pair", pair}, {"response", response}} : ordered_json::object());
         else
-            print(example, int64_t(i) + 1);
+            print(example, pairs ? str("pair ", pair, ", ", response) : str("example ", i + 1));
     }
 }

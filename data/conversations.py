@@ -1,12 +1,13 @@
-"""Conversations in the rows of data files: the fields that a row may have, and what of them a chat template is given,
-which is what transformers' apply_chat_template(messages, tools=…, documents=…) gives to it."""
+"""Conversations and preference pairs in the rows of data files: the fields that a row may have, and what of them a chat
+template is given, which is what transformers' apply_chat_template(messages, tools=…, documents=…) gives to it."""
 import json
 
 from errors import DataError, first_line, option
 
 # Sets of fields of a row; the first set that it has counts.
-SHAPES = (("messages",), ("conversations",), ("prompt", "response"), ("prompt", "completion"),
+SHAPES = (("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("messages",), ("conversations",), ("prompt", "response"), ("prompt", "completion"),
           ("instruction", "output"), ("text",))
+RESPONSES = ("chosen", "rejected")
 # What a template is given besides messages: lists of objects, and variables by name.
 LISTS, VARIABLES = ("tools", "documents"), "chat_template_kwargs"
 OF_TEMPLATE = (*LISTS, VARIABLES)
@@ -32,7 +33,12 @@ def shape_of(where, names):
 
 def fields_of(shape):
     """The fields of a row that are read."""
-    return (*shape, *MORE_FIELDS.get(shape[0], OF_TEMPLATE))
+    more = MORE_FIELDS["conversations"] if is_pair(shape) else MORE_FIELDS.get(shape[0], OF_TEMPLATE)
+    return (*shape, *more)
+
+
+def is_pair(shape):
+    return shape[-2:] == RESPONSES
 
 
 def utf8(text):
@@ -51,17 +57,27 @@ def string_of(where, name, value):
     return typed(where, name, value, str, "a string")
 
 
-class Conversation:
-    """A training example: messages, of which the tokens of the assistant's are loss tokens. record: what it was made
-    of. len() is the number of bytes of text."""
+def document_of_row(where, record, shape):
+    """The Conversation or Pair of a row. record: the fields that it was made of."""
+    if is_pair(shape):
+        document = Pair(where, record)
+    else:
+        document = Conversation(where, *messages_of_row(where, record, shape), of_template(where, record))
+        document.is_instruction = "instruction" in shape
+    document.record = {name: record[name] for name in fields_of(shape) if name in record}
+    return document
 
-    def __init__(self, where, record, shape):
-        self.messages, first = messages_of_row(where, record, shape)
-        inputs = [i for i, message in enumerate(self.messages) if is_input(f"{where}: message {i + 1}", message, i < first)]
-        self.trained = [message for i, message in enumerate(self.messages) if i not in inputs]
-        self.more = of_template(where, record)
-        self.is_instruction = "instruction" in shape
-        self.record = {name: record[name] for name in fields_of(shape) if name in record}
+
+class Conversation:
+    """A training example: messages, of which the tokens of the assistant's are loss tokens, but not those of the first
+    `prompt` messages. more: what a template is given besides. len() is the number of bytes of text."""
+    kind = "conversations"
+    is_instruction = False
+
+    def __init__(self, where, messages, prompt, more):
+        self.messages, self.more = messages, more
+        inputs = [i for i, message in enumerate(messages) if is_input(f"{where}: message {i + 1}", message, i < prompt)]
+        self.trained = [message for i, message in enumerate(messages) if i not in inputs]
         try:
             self.texts = list(strings([self.messages, self.more]))
             self.size = sum(len(utf8(text)) for text in self.texts)
@@ -88,6 +104,32 @@ class Conversation:
         separator = "\n\n" if self.is_instruction else ""
         return to_json({"messages": [{**message, "content": joined(message) + separator * (message["role"] == "user")}
                                      for message in self.messages]})
+
+
+class Pair:
+    """A preference pair: two Conversations, `chosen` and `rejected`, that begin with the messages of one prompt. Only
+    the responses have loss tokens. len() counts the prompt twice, as it is in the tokens."""
+    kind = "pairs"
+
+    def __init__(self, where, record):
+        prompt, responses = prompt_and_responses(where, record)
+        if record.get("system"):
+            prompt = [{"role": "system", "content": string_of(where, "system", record["system"])}, *prompt]
+        more = of_template(where, record)
+        self.sides = [Conversation(f"{where}: {name}", prompt + response, len(prompt), more)
+                      for name, response in zip(RESPONSES, responses)]
+        for name, side in zip(RESPONSES, self.sides):
+            if not side.learns():
+                raise DataError(f"{where}: the {name} response is empty; remove the pair")
+        self.texts = [text for side in self.sides for text in side.texts]
+        self.json = b"\n".join(side.json for side in self.sides)
+
+    def __len__(self):
+        return sum(map(len, self.sides))
+
+    def encoded(self, has_template):
+        """What Encoder.encode() takes, of each side."""
+        return [side.encoded(has_template) for side in self.sides]
 
 
 def to_json(value):
@@ -132,6 +174,64 @@ def messages_of_row(where, record, shape):
     if "input" in fields_of(shape) and record.get("input"):
         sides[0][-1]["content"] += "\n\n" + string_of(where, "input", record["input"])
     return sides[0] + sides[1], len(sides[0])
+
+
+def prompt_and_responses(where, record):
+    """The messages of a pair's prompt, and those of its two responses. Without a prompt of its own, or if both repeat
+    it, the prompt is what the two conversations begin with alike."""
+    given = record.get("prompt")
+    sides = [side_of_pair(where, name, record) for name in RESPONSES]
+    plain = [list(map(without_weight, side)) for side in sides]
+    if plain[0] == plain[1]:
+        raise DataError(f"{where}: 'chosen' and 'rejected' are equal; remove the pair")
+    prompt = messages_of(f"{where}: prompt", "prompt", record) if isinstance(given, list) else []
+    if given is None:
+        shared = common_prefix(*plain)
+    elif isinstance(given, list):
+        shared = common_prefix(*plain) if all(side[:len(prompt)] == prompt for side in plain) else 0
+    else:
+        prompt = [{"role": "user", "content": string_of(where, "prompt", given)}]
+        shared = common_prefix(*plain)
+        if shared and plain[0][0]["role"] == "assistant":
+            shared = 0  # two responses of several turns that begin alike
+        if shared and not any(is_user(m) and joined(m).strip() == given.strip() for m in plain[0][:shared]):
+            raise DataError(f"{where}: 'prompt' is none of the user turns that 'chosen' and 'rejected' begin with; "
+                            "correct it, or leave it out")
+    if shared or given is None:
+        prompt, sides = sides[0][:shared], [side[shared:] for side in sides]
+    for name, side in zip(RESPONSES, sides):
+        if side and side[0]["role"] != "assistant":
+            after = "what both begin with" if shared or given is None else "the prompt"
+            raise DataError(f"{where}: the pair has no shared prompt: '{name}' has a turn of the role "
+                            f"'{side[0]['role']}' after {after}, not an assistant turn; remove the pair")
+    if not any(is_user(message) and joined(message) for message in prompt):
+        raise DataError(f"{where}: the pair has no shared prompt: 'chosen' and 'rejected' need a user turn before them; "
+                        "give 'prompt', or conversations that begin alike")
+    return prompt, sides
+
+
+def side_of_pair(where, name, record):
+    """The messages of a response, with the prompt if the row has them so."""
+    if isinstance(record[name], list):
+        return messages_of(f"{where}: {name}", name, record)
+    content = string_of(where, name, record[name])
+    if record.get("prompt") is None:
+        raise DataError(f"{where}: the pair has no shared prompt: '{name}' is a string; give 'prompt', or lists of "
+                        "messages that begin with the prompt")
+    return [{"role": "assistant", "content": content}]
+
+
+def is_user(message):
+    return message["role"] == "user"
+
+
+def without_weight(message):
+    return {key: value for key, value in message.items() if key != "weight"}
+
+
+def common_prefix(one, other):
+    """The number of elements that two lists begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def messages_of(where, name, record):

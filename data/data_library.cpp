@@ -67,7 +67,7 @@ class Documents {
         texts.push_back(text);
         text_ends.push_back(ends);
     }
-    void add_conversation(std::string_view json) {
+    void add_conversation(std::string_view json, bool rejected) {
         finish_texts();
         const ConversationInput conversation = read_conversation(json, encoder.reads_parts);
         const Example example = encoder.encode(conversation);
@@ -77,7 +77,7 @@ class Documents {
         append(example.tokens.data(), example.tokens.size());
         encoder.flags.insert(encoder.flags.end(), example.loss.begin(), example.loss.end());
         // The first token of an example has no context: it is never predicted.
-        encoder.flags[begin] = TGD_EXAMPLE_START;
+        encoder.flags[begin] = rejected ? TGD_EXAMPLE_START | TGD_REJECTED : TGD_EXAMPLE_START;
         done(example.tokens.size(), lost_here);
     }
     void finish_texts() {
@@ -157,8 +157,8 @@ TGD_API int tgd_encode(tgd_encoder* encoder, const char* data, const int64_t* si
         for (int64_t& i = *failed = 0; i < documents; i++) {
             const std::string_view content(data, size_t(sizes[i]));
             data += sizes[i];
-            if (kinds[i] == TGD_CONVERSATION)
-                out.add_conversation(content);
+            if (kinds[i] >= TGD_CONVERSATION)
+                out.add_conversation(content, kinds[i] == TGD_REJECTED_CONVERSATION);
             else
                 out.add_text(content, kinds[i] == TGD_TEXT);
         }

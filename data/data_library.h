@@ -13,11 +13,12 @@ extern "C" {
 typedef struct tgd_encoder tgd_encoder;
 
 /* What a document is. Of a text every token is a loss token, and end-of-text follows a text but not a TGD_TEXT_PART,
- * which the next document continues. A conversation is JSON (data/conversation_json.h). */
-enum { TGD_TEXT_PART, TGD_TEXT, TGD_CONVERSATION };
+ * which the next document continues. A conversation is JSON (data/conversation_json.h). A preference pair is two of
+ * them, the chosen one and then the rejected one. */
+enum { TGD_TEXT_PART, TGD_TEXT, TGD_CONVERSATION, TGD_REJECTED_CONVERSATION };
 
 /* Bits of a token's flags, as in mask files (data/token_files.h). */
-enum { TGD_LOSS = 1, TGD_EXAMPLE_START = 2 };
+enum { TGD_LOSS = 1, TGD_EXAMPLE_START = 2, TGD_REJECTED = 4 };
 
 /* model_directory: its chat template writes conversations. If it is null or has no template, a conversation must be a
  * prompt and its response. unix_time: the date that a template may write. Returns null on failure. */

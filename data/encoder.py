@@ -1,7 +1,8 @@
 """Documents to tokens, by the project's own tokenizer and chat templates: bindings of libtrain_gpt_data.so
 (data/data_library.h), which `make data` and `make lib` build.
 
-A document is a text, or a conversation as JSON (Conversation.encoded() of conversations.py). The library is the one
+A document is a text, or a conversation as JSON (Conversation.encoded() of conversations.py), which may be the rejected
+side of a preference pair. The library is the one
 that TRAIN_GPT_DATA_LIB names, else build/cuda/… or build/cpu/libtrain_gpt_data.so in the directory of this project.
 """
 import ctypes
@@ -9,7 +10,7 @@ import os
 from array import array
 
 LIBRARY, VARIABLE = "libtrain_gpt_data.so", "TRAIN_GPT_DATA_LIB"
-TEXT_PART, TEXT, CONVERSATION = range(3)  # data_library.h
+TEXT_PART, TEXT, CONVERSATION, REJECTED = range(4)  # data_library.h
 LOSS, EXAMPLE_START = 1, 2  # bits of a token's flags
 
 
@@ -74,11 +75,11 @@ class Encoder:
         return self.library.tgd_error().decode("utf-8", "replace")
 
     def encode(self, documents):
-        """documents: (bytes, whether it is a text, whether it is its last part) each. End-of-text follows the last part
+        """documents: (bytes, TEXT_PART, TEXT, CONVERSATION or REJECTED) each. End-of-text follows a TEXT, the last part
         of a text. Returns (tokens and flags as bytes, the number of tokens of each document, and how many of its bytes
         the vocabulary lacks)."""
-        kinds = bytes((TEXT if last else TEXT_PART) if is_text else CONVERSATION for _, is_text, last in documents)
-        sizes, data = array("q", (len(content) for content, *_ in documents)), b"".join(c for c, *_ in documents)
+        kinds = bytes(kind for _, kind in documents)
+        sizes, data = array("q", (len(content) for content, _ in documents)), b"".join(c for c, _ in documents)
         tokens, lost = (array("q", bytes(8 * len(documents))) for _ in range(2))
         failed = ctypes.c_int64()
         if self.library.tgd_encode(self.handle, data, address(sizes), kinds, len(documents), address(tokens),

@@ -2,7 +2,8 @@
 """Text -> tokens: writes data/tokens/<name>/{train,val}_*.bin, tokenizer.json and meta.json (formats: docs/use/data.md).
 
 text_input.py says what is read. Of conversations only the assistant's turns are loss tokens: a *.mask file beside *.bin
-marks them, and where each example starts. Training a vocabulary needs the package tokenizers; .parquet and .zst files
+marks them, and where each example starts. A preference pair is two examples, the chosen and then the rejected response,
+each with the prompt. Training a vocabulary needs the package tokenizers; .parquet and .zst files
 need pyarrow, --drop-duplicates needs numpy.
 
 The input is divided into chunks of about 8 MB (byte ranges, row groups). Worker processes read chunks, a few at a time,
@@ -22,6 +23,7 @@ import argparse
 import collections
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -34,7 +36,7 @@ import zipfile
 from array import array
 
 import encoder as text_encoder
-from conversations import Conversation, utf8
+from conversations import utf8
 from errors import BY_MAKE, DataError, first_line, import_package, naming, not_empty, one_line, option
 from process_pool import Pool
 from text_input import (ALL, Selection, digests, document_hash, documents, endings, find_files, group, package_chunks,
@@ -49,7 +51,7 @@ EXACT_SPLIT = 100_000    # the split has the exact size up to this many document
 BPE_TEXT = 1 << 30       # a BPE vocabulary is trained on about this many bytes of text at most
 MAX_VOCAB = 1 << 20      # the tokenizers package reserves 71 bytes per token; published vocabularies have up to 2^18
 MAGIC = {2: (20240520, 1), 4: (20240801, 7)}  # bytes per token -> header[0], header[1]
-MASK_MAGIC = (20261121, 2)
+MASK_MAGIC, MASK_VERSION, MASK_VERSION_OF_PAIRS = 20261121, 2, 3
 HEADER_BYTES = 1024
 LOSS_OF_FLAGS = bytes(flags & text_encoder.LOSS for flags in range(256))
 NOTE_SECONDS = 5         # between two notes of the progress
@@ -148,7 +150,7 @@ def train_bpe(chunks, split, selection, vocab_size):
         for chunk in sample:
             for key, data, _ in documents(chunk, selection):
                 if not split.is_val(key):
-                    if isinstance(data, Conversation):
+                    if not isinstance(data, bytes):
                         data, conversations = utf8("".join(data.texts)), True
                     for begin, end in package_chunks(data):
                         yield data[begin:end].decode("utf-8", "replace")
@@ -277,8 +279,8 @@ def split_single(chunks, selection, fraction, directory, left_out):
         with naming(path), open(path, "wb") as f:
             for chunk in chunks:
                 for _, data, _ in documents(chunk, selection, left_out):
-                    if isinstance(data, Conversation):
-                        raise DataError(f"{chunk.name}: a single conversation cannot be split; give more, or "
+                    if not isinstance(data, bytes):
+                        raise DataError(f"{chunk.name}: a single {data.kind[:-1]} cannot be split; give more, or "
                                         f"{option('val', '0')}")
                     f.write(data)
                     name = chunk.name
@@ -303,6 +305,8 @@ def split_single(chunks, selection, fraction, directory, left_out):
 
 # ---- worker processes ------------------------------------------------------------------------------------------------
 
+# Kinds of documents, and how an error calls one.
+KINDS = {"text": "plain text", "conversations": "a conversation", "pairs": "a preference pair"}
 # The state of a worker besides its chunks: which documents it takes, which are validation text, the encoder.
 Worker = collections.namedtuple("Worker", "selection split encoder")
 worker = None
@@ -333,14 +337,14 @@ def measure_task(task):
             if not text_input.reason_against_text(worker.selection, chunk):
                 found.append((document_hash(chunk.key), chunk.size))
         else:
-            found += [(document_hash(key), 1 if isinstance(data, Conversation) else len(data))
+            found += [(document_hash(key), len(data) if isinstance(data, bytes) else 1)
                       for key, data, _ in documents(chunk, worker.selection)]
     return found
 
 
 class Encoded:
-    """The result of a task; of the lists, [0] is train and [1] val. flags: those of the tokens of conversations. found:
-    a chunk of each format found, "text" and "conversations". left_out: documents by reason."""
+    """The result of a task; of the lists, [0] is train and [1] val. flags: those of the tokens of conversations and
+    pairs. found: of each of KINDS the chunk and key of a document. left_out: documents by reason."""
 
     def __init__(self):
         self.tokens, self.flags = [bytearray(), bytearray()], [bytearray(), bytearray()]
@@ -373,23 +377,27 @@ def encode_batch(batch, result):
     _, split, encoder = worker
     contents = []
     for chunk, key, data, last in batch:
-        is_text = isinstance(data, bytes)
-        result.found.setdefault("text" if is_text else "conversations", chunk.name)
+        result.found.setdefault("text" if isinstance(data, bytes) else data.kind, (chunk, key))
         try:
-            contents.append((data if is_text else data.encoded(encoder.has_chat_template), is_text, last))
+            contents.append(encoder_input(data, last, encoder))
         except DataError as e:
             raise DataError(f"{position(chunk, key)}: {e}") from None
+    owners = [document for document, parts in zip(batch, contents) for _ in parts]
     try:
-        ids, flags, counts, lost = encoder.encode(contents)
+        ids, flags, counts, lost = encoder.encode([part for parts in contents for part in parts])
     except text_encoder.EncoderError as e:
-        where = position(*batch[e.document][:2]) + ": " if e.document is not None else ""
+        where = position(*owners[e.document][:2]) + ": " if e.document is not None else ""
         raise DataError(f"{where}{first_line(e)}") from None
-    check_shapes(result.found)
-    ids, flags, begin = memoryview(ids), memoryview(flags), 0
-    for (_, key, data, last), count, lost_here in zip(batch, counts, lost):
-        side, end = int(split.is_val(key)), begin + count
+    check_kinds(result.found)
+    ids, flags, begin, counts, lost = memoryview(ids), memoryview(flags), 0, iter(counts), iter(lost)
+    for (chunk, key, data, last), parts in zip(batch, contents):
+        ends = list(itertools.accumulate((next(counts) for _ in parts), initial=begin))
+        if len(parts) > 1:
+            check_pair(chunk, key, *((ids[b * encoder.width:e * encoder.width], flags[b:e])
+                                     for b, e in zip(ends, ends[1:])))
+        side, end, lost_here = int(split.is_val(key)), ends[-1], sum(next(lost) for _ in parts)
         result.tokens[side] += ids[begin * encoder.width:end * encoder.width]
-        if "conversations" in result.found:
+        if "text" not in result.found:
             result.flags[side] += flags[begin:end]
         result.bytes[side] += len(data) - lost_here
         result.documents[side] += last
@@ -397,16 +405,40 @@ def encode_batch(batch, result):
         begin = end
 
 
-def check_shapes(found):
+def encoder_input(data, last, encoder):
+    """What Encoder.encode() takes of a document: a list of one, of two for a pair."""
+    if isinstance(data, bytes):
+        return [(data, text_encoder.TEXT if last else text_encoder.TEXT_PART)]
+    encoded = data.encoded(encoder.has_chat_template)
+    if data.kind == "pairs":
+        return list(zip(encoded, (text_encoder.CONVERSATION, text_encoder.REJECTED)))
+    return [(encoded, text_encoder.CONVERSATION)]
+
+
+def check_pair(chunk, key, chosen, rejected):
+    """Checks the (tokens, flags) of a pair: a template may leave out what the responses differ in."""
+    if chosen[0] == rejected[0]:
+        raise DataError(f"{position(chunk, key)}: the responses of the pair differ, but their tokens are equal; remove the "
+                        "pair, or use another chat template")
+    if not all(text_encoder.LOSS in bytes(flags) for _, flags in (chosen, rejected)):
+        raise DataError(f"{position(chunk, key)}: a response of the pair has no loss tokens; use another chat template")
+
+
+def check_kinds(found):
+    """A data set holds documents of one kind."""
     if len(found) > 1:
-        raise DataError(f"{found['text']} has plain text and {found['conversations']} conversations; make two data "
-                        "sets, or write the texts as conversations")
+        (a, where_a), (b, where_b) = [(KINDS[kind], position(text_input.Chunk(*found[kind][0]), found[kind][1]))
+                                      for kind in KINDS if kind in found][:2]
+        more = "" if "pairs" in found else ", or write the texts as conversations"
+        raise DataError(f"{where_a} has {a} and {where_b} {b}; make two data sets{more}")
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 class ShardWriter:
-    """Writes <prefix>_000000.bin … of at most shard_tokens tokens each and, if there are flags, a .mask beside each."""
+    """Writes <prefix>_000000.bin … of at most shard_tokens tokens each and, if there are flags, a .mask beside each.
+    mask_version: that of the masks."""
+    mask_version = MASK_VERSION
 
     def __init__(self, prefix, width, shard_tokens):
         self.prefix, self.width, self.shard_tokens = prefix, width, shard_tokens
@@ -445,7 +477,7 @@ class ShardWriter:
             return
         self.close(self.file, MAGIC[self.width])
         if self.mask:
-            self.close(self.mask, MASK_MAGIC)
+            self.close(self.mask, (MASK_MAGIC, self.mask_version))
         self.file, self.mask, self.in_shard = None, None, 0
 
     def abandon(self):
@@ -591,8 +623,8 @@ class Totals:
         self.sides = [collections.Counter(side) for side in state.get("sides", ({}, {}))]
 
     def add(self, encoded):
-        check_shapes({**encoded.found, **self.found})
         self.found = {**encoded.found, **self.found}
+        check_kinds(self.found)
         self.left_out.update(encoded.left_out)
         for side in (0, 1):
             self.sides[side].update(bytes=encoded.bytes[side], documents=encoded.documents[side],
@@ -616,6 +648,7 @@ def encode(chunks, jobs, start_arguments, writers, work):
         for number, encoded in enumerate(pool.map(encode_task, tasks[done:]), done + 1):
             totals.add(encoded)
             for side, writer in enumerate(writers):
+                writer.mask_version = MASK_VERSION_OF_PAIRS if "pairs" in totals.found else MASK_VERSION
                 writer.write(encoded.tokens[side], encoded.flags[side])
             progress.add(sizes[number - 1])
             if work.is_due():
@@ -687,8 +720,9 @@ def make(options, directory):
                         + (f"every file of {option('val-text')} is empty or left out" if val_files else
                            f"give a larger {option('val')}"))
 
+    has_examples = "text" not in totals.found
     for side, writer in zip(SIDES, writers):
-        if writer.tokens and not writer.loss_tokens and "conversations" in totals.found:
+        if writer.tokens and not writer.loss_tokens and has_examples:
             raise DataError(f"no loss tokens for {side}: the chat template writes nothing of the responses; use another "
                             f"template, or {option('no-chat-template')}")
 
@@ -697,9 +731,11 @@ def make(options, directory):
     for side, writer, count in zip(SIDES, writers, totals.sides):
         meta[side] = {"bytes": count["bytes"], "documents": count["documents"], "tokens": writer.tokens,
                       "shards": writer.shards}
-        if "conversations" in totals.found:
+        if has_examples:
             meta[side]["loss_tokens"] = writer.loss_tokens
-    if "conversations" in totals.found:
+        if "pairs" in totals.found:
+            meta[side]["pairs"] = count["documents"]
+    if has_examples:
         meta["chat_template"] = encoder.has_chat_template
         if encoder.end_of_turn >= 0:
             meta["end_of_turn"] = encoder.end_of_turn
@@ -766,7 +802,7 @@ def summary(meta, target):
     """A table of what there is and what was left out."""
     files, tokenizer = meta["files"], meta["tokenizer"]
     lines = [f"{target}: {files:,} file{'s' * (files != 1)}, vocabulary of {meta['vocab_size']} ({tokenizer})",
-             f"{'':8}{'documents':>12}{'bytes':>18}{'tokens':>18}{'bytes per token':>18}"]
+             f"{'':8}{'pairs' if 'pairs' in meta['train'] else 'documents':>12}{'bytes':>18}{'tokens':>18}{'bytes per token':>18}"]
     for side in SIDES:
         count = meta[side]
         if count["tokens"]:
@@ -834,7 +870,7 @@ def parse(arguments):
     parser.add_argument("--vocab", type=count(257, MAX_VOCAB), default=4096,
                         help="size of the bpe vocabulary (default 4096)")
     parser.add_argument("--val", type=fraction, default=0.05,
-                        help="fraction of the text, or of the conversations, to use for validation (default 0.05)")
+                        help="fraction of the text, or of the conversations or pairs, to use for validation (default 0.05)")
     parser.add_argument("--val-text", nargs="+", type=not_empty, metavar="PATH",
                         help="validation text instead of a part of --text")
     parser.add_argument("--no-chat-template", dest="chat_template", action="store_false",

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 
-from conversations import Conversation, utf8
+from conversations import utf8
 from errors import DataError, naming, not_empty, run_main
 from process_pool import Pool
 from text_input import documents, find_files, plan, unpack
@@ -73,7 +73,7 @@ def records(chunks):
     parts = []
     for chunk in chunks:
         for _, data, last in documents(chunk):
-            if isinstance(data, Conversation):
+            if not isinstance(data, bytes):
                 yield data.record
                 continue
             parts.append(data)

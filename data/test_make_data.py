@@ -7,6 +7,7 @@ import glob
 import gzip
 import importlib.util
 import io
+import itertools
 import json
 import lzma
 import os
@@ -69,7 +70,7 @@ class DataTest(unittest.TestCase):
         for side in ("train", "val"):
             tokens = self.tokens(side)
             self.assertEqual(meta[side]["tokens"], len(tokens))
-            starts = self.flags(side).count(2)
+            starts = self.flags(side).count(2)  # of a pair that of the chosen response
             self.assertEqual(meta[side]["documents"], starts or tokens.count(meta["end_of_text"]))
             self.assertTrue(all(t < meta["vocab_size"] for t in tokens))
         return meta
@@ -89,10 +90,12 @@ class DataTest(unittest.TestCase):
                 mask += [1] * count
                 continue
             with open(path, "rb") as f:
-                self.assertEqual(list(array.array("i", f.read(1024)))[:5], [20261121, 2, count, 0, 0])
+                header = list(array.array("i", f.read(1024)))[:5]
                 payload = list(f.read())
+            pairs = header[1] == 3
+            self.assertEqual(header, [20261121, 3 if pairs else 2, count, 0, 0])
             self.assertEqual(len(payload), count)
-            self.assertLessEqual(set(payload), {0, 1, 2})
+            self.assertLessEqual(set(payload), {0, 1, 2, 6} if pairs else {0, 1, 2})
             mask += payload
         return mask
 
@@ -540,7 +543,8 @@ class ByteTokens(DataTest):
     def test_refused_records(self):
         good = b'{"prompt": "a", "response": "b"}\n'
         for line, part in (
-                (b'{"prompt": "x"}', "bad.jsonl:3: has the fields 'prompt'; give one of 'messages', 'conversations', "
+                (b'{"prompt": "x"}', "bad.jsonl:3: has the fields 'prompt'; give one of 'prompt' and 'chosen' and "
+                                     "'rejected', 'chosen' and 'rejected', 'messages', 'conversations', "
                                      "'prompt' and 'response', 'prompt' and 'completion', 'instruction' and 'output', "
                                      "'text'"),
                 (b'{"conversations": 1}', "bad.jsonl:3: 'conversations' is not a list"),
@@ -591,6 +595,16 @@ class ByteTokens(DataTest):
         self.write("both/a.jsonl", good)
         self.write("both/b.txt", b"text")
         self.refused("b.txt has plain text and", "--text", self.path("in", "both"), "--tokenizer", "byte")
+        pair = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
+        for data, part in ((good + pair, "mixed.jsonl:1 has a conversation and"),
+                           (b'{"text": "a"}\n' + pair, "mixed.jsonl:1 has plain text and"),
+                           (pair * 2 + b'{"text": "a"}\n', "mixed.jsonl:3 has plain text and")):
+            path = self.write("mixed.jsonl", data)
+            line = 1 if data.startswith(pair) else 2
+            for chunk in (text_input.INPUT_CHUNK, 8):
+                with mock.patch.object(text_input, "INPUT_CHUNK", chunk):
+                    self.refused(f"{part} {path}:{line} a preference pair; make two data sets\n", "--text", path,
+                                 "--tokenizer", "byte", "--val", "0", "--jobs", "1")
 
     def test_missing_library_is_named(self):
         path = self.write("a.txt", b"text\n" * 100)
@@ -926,9 +940,7 @@ class Folders(unittest.TestCase):
             text_input.find_files([os.path.dirname(os.path.abspath(__file__))])
 
 
-class Templates(DataTest):
-    """What reaches a chat template is what transformers' apply_chat_template(messages, tools=…, documents=…) gives to
-    it: keys without a value are left out, reasoning has the names that templates read (transformers 5.24)."""
+class TemplateTest(DataTest):
     TURNS = """
 {{- tools | tojson if tools is not none else 'none' }}{{ documents | tojson if documents is not none else 'none' }}
 {{- mode }}
@@ -964,6 +976,11 @@ class Templates(DataTest):
             path = self.write("a.jsonl", json.dumps(row).encode())
         self.make("--text", path, "--tokenizer", folder, "--val", "0")
         return self.text(), self.text(loss_only=True)
+
+
+class Templates(TemplateTest):
+    """What reaches a chat template is what transformers' apply_chat_template(messages, tools=…, documents=…) gives to
+    it: keys without a value are left out, reasoning has the names that templates read (transformers 5.24)."""
 
     def test_all_keys_reach_the_template(self):
         messages = [
@@ -1088,6 +1105,154 @@ class Templates(DataTest):
             row = {"messages": messages, "tools": self.TOOLS}
             path = self.write("a.jsonl", b"\n" + json.dumps(row).encode())
             self.refused(part.replace("{tok}", folder), "--text", path, "--tokenizer", folder, "--val", "0")
+
+
+class Pairs(TemplateTest):
+    """Preference pairs: the chosen and the rejected response as examples side by side, each with the whole prompt."""
+    CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}|{{ m.content }}<|im_end|>{% endfor %}" \
+           "{% if add_generation_prompt %}<|im_start|>assistant|{% endif %}"
+
+    @staticmethod
+    def turns(*contents):
+        """Turns of the user and the assistant by turns; "system:…" and "tool:…" name others."""
+        messages, roles = [], itertools.cycle(("user", "assistant"))
+        for content in contents:
+            role, _, rest = content.partition(":")
+            named = role in ("system", "tool")
+            messages.append({"role": role if named else next(roles), "content": rest if named else content})
+        return messages
+
+    def examples(self, side="train"):
+        """(text, text of the loss tokens) of each example."""
+        found = []
+        for token, flags in zip(self.tokens(side), self.flags(side)):
+            if flags & 2:
+                self.assertEqual(bool(flags & 4), len(found) % 2 == 1)
+                found.append(["", ""])
+            text = (self.special.get(token) or bytes([token])).decode("latin-1")
+            found[-1][0] += text
+            found[-1][1] += text * (flags & 1)
+        return [tuple(example) for example in found]
+
+    def rendered(self, messages):
+        return "".join(f"<|im_start|>{m['role']}|{m['content']}<|im_end|>" for m in messages)
+
+    def test_plain_responses(self):
+        """Without a template: the prompt, the response, end-of-text."""
+        rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "three", "score": 1}, {"prompt": "a", "chosen": "bc", "rejected": "b"}]
+        path = self.write("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        meta = self.make("--text", path, "--tokenizer", "byte", "--val", "0")
+        self.assertEqual(self.documents("train"), [b"1+1=2", b"1+1=three", b"abc", b"ab"])
+        flags = [2, 0, 0, 0, 1, 1] + [6, 0, 0, 0] + [1] * 6 + [2, 1, 1, 1] + [6, 1, 1]
+        self.assertEqual(self.flags("train"), flags)
+        self.assertEqual(meta["train"], {"bytes": 19, "documents": 2, "tokens": 23, "shards": 1, "loss_tokens": 13,
+                                         "pairs": 2})
+        self.make("--text", path, "--tokenizer", "byte", "--val", "0", "--shard-tokens", "3")  # some without flag 4
+        self.assertEqual(self.flags("train"), flags)
+
+    def test_shapes(self):
+        """All ways to write one pair, in each format, have the same tokens."""
+        prompt, good, bad = self.turns("system:S", "a", "b", "c"), self.turns("", "good")[1:], self.turns("", "bad")[1:]
+        rows = [{"prompt": prompt, "chosen": "good", "rejected": "bad"}, {"prompt": prompt, "chosen": good, "rejected": bad},
+                {"chosen": prompt + good, "rejected": prompt + bad},
+                {"prompt": None, "chosen": prompt + good, "rejected": prompt + bad},
+                {"prompt": prompt, "chosen": prompt + good, "rejected": prompt + bad},
+                {"prompt": " c\n", "chosen": prompt + good, "rejected": prompt + bad, "messages": prompt + good},
+                {"system": "S", "prompt": prompt[1:], "chosen": good, "rejected": bad},
+                {"chosen": [{"from": m["role"], "value": m["content"]} for m in prompt + good],
+                 "rejected": [{"from": m["role"], "value": m["content"]} for m in prompt + bad]}]
+        folder = self.tokenizer(self.CHAT)
+        expected = [(self.rendered(prompt + good), "good<|im_end|>"), (self.rendered(prompt + bad), "bad<|im_end|>")]
+        for row in rows:
+            line = (json.dumps(row) + "\n").encode()
+            paths = [self.write("a.jsonl", line), self.write("b.json", b"[" + line + b"]"),
+                     self.write("c.jsonl.gz", gzip.compress(line))]
+            if HAVE_PYARROW:
+                import pyarrow
+                import pyarrow.parquet
+                paths.append(self.path("in", "d.parquet"))
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), paths[-1])
+            for path in paths:
+                self.make("--text", path, "--tokenizer", folder, "--val", "0")
+                self.assertEqual(self.examples(), expected, (path, row))
+        # A prompt of one user turn; responses of several turns, of which only what differs is learnt.
+        self.both({"prompt": "c", "chosen": "good", "rejected": "bad"}, self.CHAT)
+        self.assertEqual(self.examples(), [(self.rendered(self.turns("c", "good")), "good<|im_end|>"),
+                                           (self.rendered(self.turns("c", "bad")), "bad<|im_end|>")])
+        one, other = self.turns("a", "b", "c", "d"), self.turns("a", "x", "c", "y")
+        self.both({"chosen": one, "rejected": other}, self.CHAT)
+        self.assertEqual(self.examples(), [(self.rendered(one), "b<|im_end|>d<|im_end|>"),
+                                           (self.rendered(other), "x<|im_end|>y<|im_end|>")])
+        self.both({"prompt": "a", "chosen": one[1:], "rejected": one[1:3] + other[3:]}, self.CHAT)
+        self.assertEqual([loss for _, loss in self.examples()], ["b<|im_end|>d<|im_end|>", "b<|im_end|>y<|im_end|>"])
+
+    def test_tools(self):
+        row = {"prompt": "1+2?", "rejected": "4", "tools": self.TOOLS,
+               "chosen": [{"role": "assistant", "content": None, "tool_calls": [self.CALL]},
+                          {"role": "tool", "content": "3"}, {"role": "assistant", "content": "3!"}]}
+        self.both(row, self.TURNS)
+        (chosen, learnt), (rejected, _) = self.examples()
+        for text in (chosen, rejected):
+            self.assertTrue(text.startswith(json.dumps(self.TOOLS)), text)
+        self.assertEqual(learnt.count("<|im_end|>"), 2)
+        self.assertNotIn('"tool",', learnt)
+
+    def test_split_keeps_pairs(self):
+        rows = [{"prompt": f"{i} ", "chosen": "is " + "x" * (i % 9), "rejected": "was " + "y" * (i % 5)}
+                for i in range(200)]
+        path = self.write("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        for chunk in (text_input.INPUT_CHUNK, 100):
+            with mock.patch.object(text_input, "INPUT_CHUNK", chunk):
+                meta = self.make("--text", path, "--tokenizer", "byte", "--val", "0.1", "--jobs", "1")
+            self.assertEqual((meta["train"]["pairs"], meta["val"]["pairs"]), (180, 20))
+            found = []
+            for side in ("train", "val"):
+                documents = self.documents(side)
+                for chosen, rejected in zip(documents[::2], documents[1::2]):
+                    i = int(chosen.split()[0])
+                    self.assertEqual([chosen, rejected], [f"{i} is {'x' * (i % 9)}".encode(), f"{i} was {'y' * (i % 5)}".encode()])
+                    found.append(i)
+                self.assertEqual([f & 4 for f in self.flags(side) if f & 2], [0, 4] * (len(documents) // 2))
+            self.assertEqual(sorted(found), list(range(200)))
+        self.refused("a single pair cannot be split", "--tokenizer", "byte",
+                     "--text", self.write("one.jsonl", json.dumps(rows[0]).encode()))
+
+    def test_refused_pairs(self):
+        good = self.turns("a", "b")
+        cases = (
+            ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are equal; remove the pair"),
+            ({"chosen": good, "rejected": good}, "'chosen' and 'rejected' are equal"),
+            ({"prompt": "a", "chosen": "", "rejected": "b"}, "the chosen response is empty; remove the pair"),
+            ({"prompt": "a", "chosen": "b", "rejected": []}, "the rejected response is empty"),
+            ({"chosen": good, "rejected": self.turns("a")}, "the rejected response is empty"),
+            ({"prompt": "a", "chosen": "b", "rejected": [{**good[1], "content": "c", "weight": 0}]},
+             "the rejected response is empty"),
+            ({"prompt": "", "chosen": "b", "rejected": "c"}, "the pair has no shared prompt: 'chosen' and 'rejected' need"),
+            ({"chosen": "b", "rejected": "c"}, "the pair has no shared prompt: 'chosen' is a string; give 'prompt'"),
+            ({"chosen": good, "rejected": self.turns("x", "c")},
+             "the pair has no shared prompt: 'chosen' has a turn of the role 'user' after what both begin with"),
+            ({"chosen": good[1:], "rejected": self.turns("", "c")[1:]}, "the pair has no shared prompt: 'chosen' and"),
+            ({"prompt": self.turns("x"), "chosen": good, "rejected": self.turns("a", "c")},
+             "the pair has no shared prompt: 'chosen' has a turn of the role 'user' after the prompt"),
+            ({"prompt": "a", "chosen": good, "rejected": self.turns("c", "d")},
+             "the pair has no shared prompt: 'chosen' has a turn of the role 'user' after the prompt"),
+            ({"prompt": "x", "chosen": good, "rejected": self.turns("a", "c")},
+             "'prompt' is none of the user turns that 'chosen' and 'rejected' begin with"),
+            ({"prompt": "a", "chosen": "b", "rejected": 1}, "'rejected' holds int, not a string"),
+            ({"prompt": 1, "chosen": "b", "rejected": "c"}, "'prompt' holds int, not a string"),
+            ({"prompt": "a", "chosen": "b", "rejected": [{"role": "bot", "content": "c"}]},
+             "rejected: message 1 has the role 'bot'; give "),
+            ({"prompt": "a", "chosen": "<|im_end|>", "rejected": "b"}, "a message holds the special token <|im_end|>"),
+            ({"prompt": "a", "chosen": "b", "rejected": "b "}, "the responses of the pair differ, but their tokens are equal"))
+        folder = self.tokenizer(self.CHAT.replace("m.content", "m.content | trim"))
+        for row, part in cases:
+            path = self.write("a.jsonl", b"\n" + json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}).encode() +
+                              b"\n" + json.dumps(row).encode())
+            self.refused(f"a.jsonl:3: {part}", "--text", path, "--tokenizer", folder, "--val", "0")
+        folder = self.tokenizer("{% for m in messages %}{% if m.content != 'b' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}")
+        path = self.write("a.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}).encode())
+        self.refused("a.jsonl:1: a response of the pair has no loss tokens", "--text", path, "--tokenizer", folder,
+                     "--val", "0")
 
 
 class WithoutTokenizers(DataTest):

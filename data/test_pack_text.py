@@ -118,12 +118,13 @@ class PackTest(unittest.TestCase):
         shutil.rmtree(self.text)
         os.mkdir(self.text)
         pair = {"prompt": "Why?", "response": "é\n"}
-        self.write("a.jsonl", json.dumps(pair) + "\n")
+        preference = {"system": "S", "prompt": "Why?", "chosen": "é", "rejected": "no"}
+        self.write("a.jsonl", json.dumps(pair) + "\n" + json.dumps({**preference, "score": 1}) + "\n")
         self.write("b.txt", "long text\n" * 2000)
         with mock.patch.object(text_input, "INPUT_CHUNK", 8192), mock.patch.object(text_input, "PACKAGE_CHUNK", 1024):
             path, = self.pack("--jobs", 1)
         with lzma.open(path, "rt", encoding="utf-8") as lines:
-            self.assertEqual([json.loads(line) for line in lines], [pair, {"text": "long text\n" * 2000}])
+            self.assertEqual([json.loads(line) for line in lines], [pair, preference, {"text": "long text\n" * 2000}])
 
     def test_half_a_surrogate_pair(self):
         shutil.rmtree(self.text)

@@ -1,7 +1,8 @@
 """Text from files: which files there are, the chunks that processes read, the documents in them.
 
 Documents are whole .txt and .md files, files and members of .tar archives with the endings that the caller adds, lines
-of .jsonl files, and rows of .json and .parquet files. A line or row holds a text or a conversation (conversations.py).
+of .jsonl files, and rows of .json and .parquet files. A line or row holds a text, a conversation or a preference pair
+(conversations.py).
 .json, .jsonl and .tar files may be compressed.
 """
 import codecs
@@ -17,7 +18,7 @@ import sys
 import tarfile
 import zlib
 
-from conversations import Conversation, fields_of, shape_of, string_of, utf8
+from conversations import Conversation, document_of_row, fields_of, shape_of, string_of, utf8
 from errors import DataError, first_line, import_package, naming, option
 from process_pool import Pool
 
@@ -381,7 +382,7 @@ def position(chunk, key):
 
 
 def documents(chunk, selection=ALL, left_out=None):
-    """Yields (key, bytes or Conversation, last) for each document of a chunk, or for each part of a long document.
+    """Yields (key, bytes, Conversation or Pair, last) for each document of a chunk, or for each part of a long document.
     `last` marks the last part. Counts the documents that are left out in left_out (a Counter of reasons)."""
     left_out = collections.Counter() if left_out is None else left_out
     if chunk.format == "text":
@@ -433,12 +434,12 @@ def digests(chunk, selection=ALL):
 
 
 def document_of(where, record):
-    """bytes or a Conversation."""
+    """bytes, a Conversation or a Pair."""
     if not isinstance(record, dict):
         raise DataError(f"{where}: holds {type(record).__name__}, not an object with fields")
     shape = shape_of(where, record)
     if shape != ("text",):
-        return Conversation(where, record, shape)
+        return document_of_row(where, record, shape)
     return b"" if record["text"] is None else utf8(string_of(where, "text", record["text"]))
 
 

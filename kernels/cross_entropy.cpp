@@ -143,8 +143,11 @@ void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets
 
 void cross_entropy_backward(Tensor logits, Tensor losses, Tensor dlosses, Tensor targets, int64_t V, Softcap softcap,
                             Stream) {
-    const auto [N, Vp] = check_cross_entropy_backward(DType::F32, logits, losses, dlosses, targets, V, softcap);
-    check_targets("cross_entropy_backward", targets, V);
+    const char* op = "cross_entropy_backward";
+    const CrossEntropySizes z =
+        check_cross_entropy_backward(op, DType::F32, logits, losses, dlosses, targets, V, softcap);
+    check_targets(op, targets, V);
+    const int64_t N = z.N, Vp = z.Vp;
     const int32_t* target = targets.as<int32_t>();
     const float *loss = losses.as<float>(), *dloss = dlosses.as<float>();
     const Rows<float> rows(logits);

@@ -20,10 +20,9 @@ inline CrossEntropySizes check_cross_entropy(const char* op, DType dtype, const 
     return z;
 }
 
-inline CrossEntropySizes check_cross_entropy_backward(DType dtype, const Tensor& logits, const Tensor& losses,
-                                                      const Tensor& dlosses, const Tensor& targets, int64_t V,
-                                                      const Softcap& softcap) {
-    const char* op = "cross_entropy_backward";
+inline CrossEntropySizes check_cross_entropy_backward(const char* op, DType dtype, const Tensor& logits,
+                                                      const Tensor& losses, const Tensor& dlosses,
+                                                      const Tensor& targets, int64_t V, const Softcap& softcap) {
     const CrossEntropySizes z = check_cross_entropy(op, dtype, losses, logits, targets, V, softcap);
     check_tensor(op, "dlosses", dlosses, DType::F32, {z.N});
     return z;

@@ -1,4 +1,4 @@
-// The three small kernels around the matmuls. GPT-2 124M, a chunk of 8192 tokens: C = 768, Vp = 50304, so a row of the
+// The small kernels around the matmuls. GPT-2 124M, a chunk of 8192 tokens: C = 768, Vp = 50304, so a row of the
 // logits is 262 tiles of 192 columns.
 #include "kernels/cross_entropy_hopper.h"
 
@@ -45,9 +45,12 @@ __device__ __forceinline__ void scale_row(bf16* row, int64_t C, float factor) {
     }
 }
 
-// Adds up the sums of the tiles [tiles, N], and computes from them the losses and, if GRADIENT, the exponential of the
-// target and r·inp. A block has 32 tokens: 256 blocks. First a lane has a token and a warp every eighth tile.
-template <bool GRADIENT, int W>
+// What the losses leave for the gradient: nothing, e, or e and r·inp.
+enum class Keep { Nothing, Exponentials, All };
+
+// Adds up the sums of the tiles [tiles, N], and computes from them the losses, the exponential of the target (if e is
+// kept) and r·inp. A block has 32 tokens: 256 blocks. First a lane has a token and a warp every eighth tile.
+template <Keep KEEP, int W>
 __global__ void __launch_bounds__(THREADS)
     losses_kernel(float* losses, bf16* exponentials, int64_t stride, bf16* inp, int64_t inp_stride, const float* sums,
                   const int32_t* targets, int64_t N, int64_t C, int64_t tiles, float dloss) {
@@ -70,10 +73,10 @@ __global__ void __launch_bounds__(THREADS)
         losses[n] = ignored ? 0 : logf(total);
         factors[lane] = ignored ? 0 : dloss / total;
         // e[n, target] is 1. A total of NaN stands for a target outside the vocabulary, too.
-        if (GRADIENT && total == total && !ignored)
+        if (KEEP != Keep::Nothing && total == total && !ignored)
             exponentials[n * stride + targets[n]] = from_float<bf16>(fminf(1 - total, 0));
     }
-    if (!GRADIENT) return;
+    if (KEEP != Keep::All) return;
     __syncthreads();
     for (int i = warp; i < WARP && first + i < N; i += WARPS)
         scale_row<W>(inp + (first + i) * inp_stride, C, factors[i]);
@@ -87,6 +90,16 @@ __global__ void __launch_bounds__(THREADS)
     if (n < N) scale_row<W>(dinp + n * stride, C, dloss * expf(-losses[n]));
 }
 
+// rows[n] *= r[n] of a token with a gradient of its own, dlosses[n]·exp(−loss[n]): 0 where the target is ignored, whatever
+// dlosses holds there. A warp for each token.
+template <int W>
+__global__ void __launch_bounds__(THREADS)
+    scale_by_token_kernel(bf16* rows, int64_t stride, const float* losses, const float* dlosses, const int32_t* targets,
+                          int64_t N, int64_t C) {
+    const int64_t n = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP;
+    if (n < N) scale_row<W>(rows + n * stride, C, targets[n] == IGNORE_TARGET ? 0 : dlosses[n] * expf(-losses[n]));
+}
+
 // The forward matmul: logits becomes e.
 Gemm gemm_of(const LinearCrossEntropy& x) {
     return make_gemm(x.logits, x.inp, x.weight, false, true, false, GemmEpilogue::Exp, {}, {});
@@ -96,8 +109,8 @@ int64_t tiles_of(const LinearCrossEntropy& x) {
     return ceil_div(x.logits.shape[1], HOPPER_GEMM_COLUMNS);
 }
 
-// Computes the losses and, if GRADIENT, logits = e and inp = r·inp.
-template <bool GRADIENT>
+// Computes the losses and, as KEEP says, logits = e and inp = r·inp.
+template <Keep KEEP>
 void forward(const char* op, const LinearCrossEntropy& x, Stream stream) {
     const DType T = DType::BF16;
     const CrossEntropySizes z = check_cross_entropy(op, T, x.losses, x.logits, x.targets, x.V, x.softcap);
@@ -113,16 +126,27 @@ void forward(const char* op, const LinearCrossEntropy& x, Stream stream) {
             x.targets.as<int32_t>(), N, C, x.V);
         check_launch(op, stream);
         Gemm gemm = gemm_of(x);
-        if (!GRADIENT) gemm.operands.out = nullptr;
+        if (KEEP == Keep::Nothing) gemm.operands.out = nullptr;
         gemm.operands.row_offsets = offsets;
         gemm.operands.row_sums = sums;
         gemm.operands.valid_columns = x.V;
         run_gemm(op, gemm, stream);
-        losses_kernel<GRADIENT, W><<<grid_of(ceil_div(N, WARP)), THREADS, 0, cuda_stream(stream)>>>(
+        losses_kernel<KEEP, W><<<grid_of(ceil_div(N, WARP)), THREADS, 0, cuda_stream(stream)>>>(
             x.losses.as<float>(), x.logits.as<bf16>(), row_stride(x.logits), x.inp.as<bf16>(), row_stride(x.inp), sums,
             x.targets.as<int32_t>(), N, C, tiles, x.dloss);
         check_launch(op, stream);
     });
+}
+
+// rows [N, C], inp or dinp, times the tokens' r.
+void scale_by_token(const char* op, const LinearCrossEntropy& x, const Tensor& rows, Stream stream) {
+    const int64_t N = rows.shape[0], C = rows.shape[1];
+    dispatch_width<bf16>(C % FULL_WIDTH<bf16> == 0 && rows_aligned({rows}), [&](auto width) {
+        scale_by_token_kernel<decltype(width)::value><<<grid_of(ceil_div(N, WARPS)), THREADS, 0, cuda_stream(stream)>>>(
+            rows.as<bf16>(), row_stride(rows), x.losses.as<float>(), x.dlosses.as<float>(), x.targets.as<int32_t>(), N,
+            C);
+    });
+    check_launch(op, stream);
 }
 
 }  // namespace
@@ -140,7 +164,7 @@ void hopper_cross_entropy(const LinearCrossEntropy& x, Stream stream) {
     const char* op = "linear_cross_entropy";
     const int64_t N = x.inp.shape[0], C = x.inp.shape[1];
     check_matrix(op, "dinp", x.dinp, N, C, Given::Required, DType::BF16);
-    forward<true>(op, x, stream);
+    forward<Keep::All>(op, x, stream);
     if (x.dweight) matmul_backward_weight(x.dweight, {}, x.logits, x.inp, x.accumulate, stream);
     matmul_backward_input(x.dinp, x.logits, x.weight, false, stream);
     dispatch_width<bf16>(C % FULL_WIDTH<bf16> == 0 && rows_aligned({x.dinp}), [&](auto width) {
@@ -150,6 +174,25 @@ void hopper_cross_entropy(const LinearCrossEntropy& x, Stream stream) {
     check_launch(op, stream);
 }
 
+void hopper_cross_entropy_losses(const LinearCrossEntropy& x, Stream stream) {
+    forward<Keep::Exponentials>("linear_cross_entropy_losses", x, stream);
+}
+
+void hopper_cross_entropy_gradient(const LinearCrossEntropy& x, Stream stream) {
+    const char* op = "linear_cross_entropy_gradient";
+    const DType T = DType::BF16;
+    check_cross_entropy_backward(op, T, x.logits, x.losses, x.dlosses, x.targets, x.V, x.softcap);
+    const int64_t N = x.logits.shape[0], C = x.weight.shape[1];
+    check_matrix(op, "inp", x.inp, N, C, Given::Required, T);
+    check_matrix(op, "dinp", x.dinp, N, C, Given::Required, T);
+    if (x.dweight) {
+        scale_by_token(op, x, x.inp, stream);
+        matmul_backward_weight(x.dweight, {}, x.logits, x.inp, x.accumulate, stream);
+    }
+    matmul_backward_input(x.dinp, x.logits, x.weight, false, stream);
+    scale_by_token(op, x, x.dinp, stream);
+}
+
 void hopper_cross_entropy_forward(const LinearCrossEntropy& x, Stream stream) {
-    forward<false>("linear_cross_entropy_forward", x, stream);
+    forward<Keep::Nothing>("linear_cross_entropy_forward", x, stream);
 }

@@ -6,6 +6,8 @@
 //   e[n, t] becomes −Σ_{v ≠ t} e[n, v], so that dlogits = r·e
 //   dweight (+)= eᵀ·(r·inp),   dinp = r·(e·weight)
 //
+// In two calls r[n] is dlosses[n]·exp(−loss[n]), which the second call applies.
+//
 // e is 0 for v ≥ V and where the target is ignored. Softmax usually subtracts the maximum; here the target's logit
 // takes its place, because it is known before the matmul. bf16 has the exponents of fp32, so e keeps its digits unless
 // exp overflows: a logit more than 69 above the target's counts as 69 above it (e = 2¹⁰⁰). Exponentials and their sum
@@ -21,4 +23,6 @@ bool hopper_cross_entropy_takes(const LinearCrossEntropy& x, Stream stream);
 
 // Throw Error as linear_cross_entropy(). The forward pass alone stores nothing but the losses.
 void hopper_cross_entropy(const LinearCrossEntropy& x, Stream stream);
+void hopper_cross_entropy_losses(const LinearCrossEntropy& x, Stream stream);
+void hopper_cross_entropy_gradient(const LinearCrossEntropy& x, Stream stream);
 void hopper_cross_entropy_forward(const LinearCrossEntropy& x, Stream stream);

@@ -23,7 +23,8 @@ struct PreferenceSizes {
 inline PreferenceSizes check_pairs(const char* op, const Tensor& losses, const Tensor& rows) {
     require(losses.rank == 1, op, ": losses is ", dtype_name(losses.dtype), " ", shape_string(losses),
             ", expected fp32 [n]");
-    require(rows.rank == 2, op, ": rows is ", dtype_name(rows.dtype), " ", shape_string(rows), ", expected int32 [P, 3]");
+    require(rows.rank == 2, op, ": rows is ", dtype_name(rows.dtype), " ", shape_string(rows),
+            ", expected int32 [P, 3]");
     const PreferenceSizes z{rows.shape[0], losses.shape[0]};
     check_tensor(op, "losses", losses, DType::F32, {z.n});
     check_tensor(op, "rows", rows, DType::I32, {z.P, 3});
@@ -59,8 +60,8 @@ inline PreferenceSizes check_pair_logps(const Tensor& logps, const Tensor& losse
 // Returns the number of pairs.
 inline int64_t check_sum_pair_stats(const Tensor& sums, const Tensor& stats) {
     const char* op = "sum_pair_stats";
-    require(stats.rank == 2, op, ": stats is ", dtype_name(stats.dtype), " ", shape_string(stats), ", expected fp32 [P, ",
-            int(NUM_PAIR_STATS), "]");
+    require(stats.rank == 2, op, ": stats is ", dtype_name(stats.dtype), " ", shape_string(stats),
+            ", expected fp32 [P, ", int(NUM_PAIR_STATS), "]");
     check_tensor(op, "stats", stats, DType::F32, {stats.shape[0], NUM_PAIR_STATS});
     check_contiguous(op, "stats", stats);
     check_tensor(op, "sums", sums, DType::F64, {NUM_PAIR_STATS});

@@ -41,9 +41,20 @@ void forward_backward_tanh(benchmark::State& state, DType T) {
     forward_backward_of(state, T, {Softcap::Function::Tanh, 15});
 }
 
+// From the losses, with a gradient for each token.
+void backward(benchmark::State& state, DType T) {
+    const Problem p(state, T);
+    const BenchArray dlosses({p.n});
+    cross_entropy_forward(p.losses, p.logits, p.targets, p.V, {}, Stream{});
+    run_bench(state,
+              [&] { cross_entropy_backward(p.logits, p.losses, dlosses, p.targets, p.V, {}, Stream{}); });
+    report_bytes(state, 2 * p.logits.bytes());
+}
+
 const Sizes CPU = {{768, 4096}, {1024, 50257}}, GPU = {{8192, 50257}, {4096, 128256}};
 BENCH(forward, {"n", "V"}, CPU, GPU);
 BENCH(forward_backward, {"n", "V"}, CPU, GPU);
+BENCH(backward, {"n", "V"}, CPU, GPU);
 BENCH(forward_backward_rsqrt, {"n", "V"}, CPU, GPU);
 BENCH(forward_backward_tanh, {"n", "V"}, CPU, GPU);
 

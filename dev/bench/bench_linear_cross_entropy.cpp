@@ -7,7 +7,7 @@
 
 namespace {
 
-void forward_backward(benchmark::State& state, DType T) {
+void run(benchmark::State& state, DType T, bool by_token) {
     static const Stream stream = [] {
         const Stream created = create_blas_stream();
         matmul_tuning(true, created);
@@ -26,13 +26,25 @@ void forward_backward(benchmark::State& state, DType T) {
     head.logits = logits;
     head.V = V;
     head.accumulate = true;
-    head.dloss = float(V);  // inp may be multiplied by dloss·p(target): so it neither vanishes nor overflows
+    // inp may be multiplied by dloss·p(target): so it neither vanishes nor overflows
+    const BenchArray dlosses({n}, 0, float(V));
+    head.dloss = float(V);
+    if (by_token) head.dlosses = dlosses;
     run_bench(
         state, [&] { linear_cross_entropy(head, stream); }, stream);
     report_flops(state, 6.0 * double(n) * double(C) * double(Vp), T);
 }
 
+void forward_backward(benchmark::State& state, DType T) {
+    run(state, T, false);
+}
+// A gradient for each token: the losses, then the gradient.
+void losses_gradient(benchmark::State& state, DType T) {
+    run(state, T, true);
+}
+
 const Sizes CPU = {{256, 768, 50257}}, GPU = {{8192, 768, 50257}, {8192, 1600, 50257}, {4096, 2048, 128256}};
 BENCH(forward_backward, {"n", "C", "V"}, CPU, GPU);
+BENCH(losses_gradient, {"n", "C", "V"}, CPU, GPU);
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kernels/muon.h"
+#include "kernels/preference_loss.h"
 #include "kernels/rope.h"
 #include "runtime/model/activation_config.h"
 #include "runtime/model/softcap_config.h"
@@ -452,13 +453,14 @@ inline Capped softcap(double x, const Softcap& s) {
 }
 
 struct CrossEntropy {
-    Values losses, dlogits;  // [N], [N, Vp]
+    Values losses, dlogits;              // [N], [N, Vp]
+    std::vector<double> mag_from_losses;  // of dlogits with p = exp((z − z_t) − loss), from a loss that is rounded
 };
 
 // ignore: the target whose tokens have no loss.
 inline CrossEntropy cross_entropy(const double* logits, const int32_t* targets, int32_t ignore, double dloss, int64_t N,
                                   int64_t V, int64_t Vp, const Softcap& cap = {}) {
-    CrossEntropy r{Values(N), Values(N * Vp)};
+    CrossEntropy r{Values(N), Values(N * Vp), std::vector<double>(size_t(N * Vp))};
     for (int64_t n = 0; n < N; n++) {
         if (targets[n] == ignore) continue;
         std::vector<double> row, row_mag;
@@ -484,8 +486,58 @@ inline CrossEntropy cross_entropy(const double* logits, const int32_t* targets, 
             const double error = p * (1 + (m - row[v]) + row_mag[v] + distance) + hit;
             r.dlogits.set(n * Vp + int64_t(v),
                           {dloss * (p - hit) * slope[v].value, fabs(dloss) * error * slope[v].mag + UNDERFLOW_MAG});
+            // The errors of z and z_t, of their difference, of the loss, and of the exponent, which is ln p.
+            const double from_losses = p * (1 + row_mag[v] + row_mag[target] + fabs(row[v] - row[target]) +
+                                            r.losses.mag[size_t(n)] + fabs(log(sum) + m - row[v])) +
+                                       hit;
+            r.mag_from_losses[size_t(n * Vp) + v] = fabs(dloss) * from_losses * slope[v].mag + UNDERFLOW_MAG;
         }
     }
+    return r;
+}
+
+// A pair, in the order chosen, rejected. In long double, which keeps the digits of the plain formulas: of 1 − e^a near
+// a = 0, and of e^h for h up to 11000.
+struct PreferencePair {
+    long double loss = 0, reward[2] = {};
+    long double dloss[2] = {};  // of the loss of a token
+};
+inline PreferencePair preference_pair(const PreferenceOptions& o, const long double logp[2],
+                                      const long double reference[2], const int64_t tokens[2]) {
+    using Method = PreferenceMethod;
+    const long double beta = o.beta, epsilon = o.label_smoothing, gamma = o.margin;
+    long double x[2], per_token[2];  // ℓ − ℓ_ref, or that of the means
+    PreferencePair r;
+    for (int i = 0; i < 2; i++) {
+        per_token[i] = o.method == Method::DPO ? 1 : 1 / (long double)(tokens[i]);
+        x[i] = logp[i] * per_token[i];
+        if (has_reference(o.method)) x[i] -= reference[i] * per_token[i];
+        r.reward[i] = beta * x[i];
+    }
+    long double dx[2] = {};
+    if (o.method == Method::DPO || o.method == Method::SimPO) {
+        const long double h = beta * (x[0] - x[1]) - (o.method == Method::SimPO ? gamma : 0);
+        r.loss = (1 - epsilon) * log1pl(expl(-h)) + epsilon * log1pl(expl(h));
+        dx[0] = beta * (epsilon / (1 + expl(-h)) - (1 - epsilon) / (1 + expl(h)));
+        dx[1] = -dx[0];
+    } else if (o.method == Method::IPO) {
+        const long double d = x[0] - x[1];
+        r.loss = (d - 1 / (2 * beta)) * (d - 1 / (2 * beta));
+        dx[0] = 2 * (d - 1 / (2 * beta));
+        dx[1] = -dx[0];
+    } else {
+        long double odds[2], slope[2];
+        for (int i = 0; i < 2; i++) {
+            const long double a = std::min(x[i], -0x1p-24L);
+            odds[i] = a - logl(1 - expl(a));
+            slope[i] = 1 / (1 - expl(a));
+        }
+        const long double h = odds[0] - odds[1];
+        r.loss = -x[0] + beta * log1pl(expl(-h));
+        dx[0] = -1 - beta / (1 + expl(h)) * slope[0];
+        dx[1] = beta / (1 + expl(h)) * slope[1];
+    }
+    for (int i = 0; i < 2; i++) r.dloss[i] = -dx[i] * per_token[i];
     return r;
 }
 

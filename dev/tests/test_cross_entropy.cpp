@@ -14,6 +14,11 @@ class CrossEntropy : public DTypeTest {};
 
 constexpr double INF = std::numeric_limits<double>::infinity();
 
+std::vector<double> absolute(std::vector<double> x) {
+    for (double& v : x) v = std::fabs(v);
+    return x;
+}
+
 // logits [N, Vp] with gaps of `gap` columns; padded columns hold huge values that must not matter.
 void check(DType T, int64_t N, int64_t V, int64_t Vp, int64_t gap, double scale, double shift, bool some_ignored,
            Softcap softcap = {}) {
@@ -40,11 +45,29 @@ void check(DType T, int64_t N, int64_t V, int64_t Vp, int64_t gap, double scale,
     const std::vector<double> d = take_columns(logits.fetch(), ld, Vp);
     expect_close("dlogits", d, ref.dlogits.value, ref.dlogits.mag, V, Vp, T);
     expect_gaps_untouched("dlogits", logits.fetch(), ld, Vp);
-    for (int64_t n = 0; n < N; n++)
-        for (int64_t v = 0; v < Vp; v++)
-            if (v >= V || target_ids[size_t(n)] == IGNORE_TARGET) {
-                ASSERT_EQ(d[size_t(n * Vp + v)], 0) << n << " " << v;
-            }
+    const auto expect_zeros = [&](const std::vector<double>& gradient) {
+        for (int64_t n = 0; n < N; n++)
+            for (int64_t v = 0; v < Vp; v++)
+                if (v >= V || target_ids[size_t(n)] == IGNORE_TARGET) {
+                    ASSERT_EQ(gradient[size_t(n * Vp + v)], 0) << n << " " << v;
+                }
+    };
+    expect_zeros(d);
+
+    // From the losses, with a gradient for each token.
+    const std::vector<double> dlosses = random_dlosses(target_ids);
+    const TestArray again = TestArray::of(T, values, {N, ld});
+    cross_entropy_backward(again.tensor().columns(0, Vp), losses, TestArray::of(dlosses, {N}), targets, V, softcap,
+                           Stream{});
+    const std::vector<double> by_token = take_columns(again.fetch(), ld, Vp);
+    const reference::CrossEntropy unit = reference::cross_entropy(
+        take_columns(again.values(), ld, Vp).data(), target_ids.data(), IGNORE_TARGET, 1, N, V, Vp, softcap);
+    std::vector<double> mag = scaled_rows(unit.mag_from_losses, absolute(dlosses));
+    for (double& m : mag) m += 0x1p-102;
+    expect_close("dlogits from losses", by_token, scaled_rows(unit.dlogits.value, dlosses), mag, V, Vp, T);
+    expect_gaps_untouched("dlogits from losses", again.fetch(), ld, Vp);
+    expect_zeros(by_token);
+    expect_same_bits("losses", losses.fetch(), same_losses.fetch());
 }
 
 }  // namespace
@@ -122,8 +145,11 @@ TEST_P(CrossEntropy, BitsDoNotDependOnThreads) {
     expect_deterministic("losses and dlogits", [&] {
         const TestArray logits = TestArray::random(activation(), {N, V}, 1), losses = TestArray::poisoned({N});
         cross_entropy_forward_backward(losses, logits, targets, V, 0.1f, {}, Stream{});
+        const TestArray again = TestArray::random(activation(), {N, V}, 1), dlosses = TestArray::random({N}, 2);
+        cross_entropy_backward(again, losses, dlosses, targets, V, {}, Stream{});
         std::vector<double> all = logits.fetch();
         for (const double x : losses.fetch()) all.push_back(x);
+        for (const double x : again.fetch()) all.push_back(x);
         return all;
     });
 }
@@ -138,6 +164,10 @@ TEST(CrossEntropyArguments, InvalidArgumentsAreErrors) {
                  "cross_entropy_forward: losses is fp32 [2], expected fp32 [3]");
     expect_error([&] { cross_entropy_forward_backward(losses, logits, losses, 8, 1, {}, Stream{}); },
                  "cross_entropy_forward_backward: targets is fp32 [3], expected int32 [3]");
+    expect_error([&] { cross_entropy_backward(logits, losses, two, targets, 8, {}, Stream{}); },
+                 "cross_entropy_backward: dlosses is fp32 [2], expected fp32 [3]");
+    expect_error([&] { cross_entropy_backward(logits, losses, {}, targets, 8, {}, Stream{}); },
+                 "cross_entropy_backward: dlosses is missing");
     for (const int64_t V : {0, 9})
         expect_error([&] { cross_entropy_forward(losses, logits, targets, V, {}, Stream{}); },
                      str("cross_entropy_forward: V is ", V, ", expected 1 … 8, the columns of logits"));
@@ -161,6 +191,8 @@ TEST(CrossEntropyArguments, TargetsOutsideTheVocabularyAreErrors) {
         expect_error(call, str("cross_entropy_forward_backward: targets[1] is ", bad,
                                ", expected 0 … 6 or -1 to ignore the token"));
         expect_same_bits("logits", logits.values(), logits.fetch());
+        expect_error([&] { cross_entropy_backward(logits, losses, losses, targets, 7, {}, Stream{}); },
+                     str("cross_entropy_backward: targets[1] is ", bad, ", expected 0 … 6 or -1 to ignore the token"));
 #endif
     }
 }

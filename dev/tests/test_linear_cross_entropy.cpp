@@ -8,6 +8,7 @@
 #include "dev/oracle/reference.h"
 #include "dev/tests/random_targets.h"
 #include "dev/tests/test_util.h"
+#include "dev/tests/vectors.h"
 #include "kernels/cross_entropy.h"
 #include "runtime/device/blas_stream.h"
 #ifdef HAVE_SM90A
@@ -54,7 +55,8 @@ struct Case {
     Sizes s;
     bool biased = false, ignored = false, accumulate = false;
     Softcap softcap;
-    double scale = 1;  // of the logits
+    double scale = 1;       // of the logits
+    bool by_token = false;  // a gradient for each token, in two calls
 };
 
 // A matrix with `gap` columns of NaN behind each row.
@@ -83,10 +85,11 @@ std::vector<double> independent(const std::vector<double>& a, const std::vector<
 }
 
 // exact: the logits are not rounded to T on the way to the losses.
-void check(DType T, const Case& c, bool exact, Stream stream) {
+void check_calls(DType T, const Case& c, bool exact, Stream stream) {
     const auto [n, V, Vp, C] = c.s;
     SCOPED_TRACE(str("n ", n, " V ", V, " Vp ", Vp, " C ", C, " bias ", c.biased, " ignored ", c.ignored,
-                     " accumulate ", c.accumulate, " softcap ", int(c.softcap.function), " scale ", c.scale));
+                     " accumulate ", c.accumulate, " softcap ", int(c.softcap.function), " scale ", c.scale,
+                     " by token ", c.by_token));
     constexpr int64_t GAP = 8;
     const std::vector<double> x = TestArray::random(T, {n, C}, 1).values();
     std::vector<double> w = TestArray::random(T, {Vp, C}, 2, c.scale / std::sqrt(double(C))).values();
@@ -108,7 +111,10 @@ void check(DType T, const Case& c, bool exact, Stream stream) {
     head.targets = targets;
     head.logits = logits.tensor().columns(0, Vp);
     head.V = V;
-    head.dloss = 0.37f;
+    head.dloss = c.by_token ? NOT_A_NUMBER : 0.37f;
+    const std::vector<double> dloss = c.by_token ? random_dlosses(target_ids) : std::vector<double>(size_t(n), 0.37f);
+    const TestArray dlosses = TestArray::of(dloss, {n});
+    if (c.by_token) head.dlosses = dlosses;
     head.softcap = c.softcap;
     head.accumulate = c.accumulate;
     if (c.biased) {
@@ -118,16 +124,26 @@ void check(DType T, const Case& c, bool exact, Stream stream) {
     linear_cross_entropy_forward(head, stream);
     const std::vector<double> losses_alone = losses.fetch();
     expect_same_bits("inp", inp.fetch(), inp.values());
-    linear_cross_entropy(head, stream);
+    if (c.by_token) {
+        linear_cross_entropy_losses(head, stream);
+        expect_same_bits("losses", losses_alone, losses.fetch());
+        expect_same_bits("inp", inp.fetch(), inp.values());
+        linear_cross_entropy_gradient(head, stream);
+    } else {
+        linear_cross_entropy(head, stream);
+    }
     expect_same_bits("losses alone", losses_alone, losses.fetch());
 
     const reference::Values z =
         reference::matmul_forward(x.data(), w.data(), c.biased ? bias.data() : nullptr, n, C, Vp);
     const reference::CrossEntropy ce = reference::cross_entropy(z.value.data(), target_ids.data(), IGNORE_TARGET,
-                                                                double(head.dloss), n, V, Vp, c.softcap);
+                                                                1, n, V, Vp, c.softcap);
+    const std::vector<double> d = scaled_rows(ce.dlogits.value, dloss);
     // An error of a logit moves the loss by p·error and its own error, a gradient by p·(that and its own error).
-    std::vector<double> loss_mag = ce.losses.mag, loss_noise(size_t(n), 0.0), d_mag = ce.dlogits.mag;
-    std::vector<double> d_noise = absolute(ce.dlogits.value);
+    std::vector<double> loss_mag = ce.losses.mag, loss_noise(size_t(n), 0.0);
+    std::vector<double> d_mag =
+        scaled_rows(c.by_token ? ce.mag_from_losses : ce.dlogits.mag, absolute(dloss));
+    std::vector<double> d_noise = absolute(d);
     for (int64_t i = 0; i < n; i++) {
         if (target_ids[size_t(i)] == IGNORE_TARGET) continue;
         const double* const row = &z.value[size_t(i * Vp)];
@@ -144,13 +160,13 @@ void check(DType T, const Case& c, bool exact, Stream stream) {
         if (!exact) loss_noise[size_t(i)] = std::sqrt(noise2) + std::fabs(z.value[target]);
         for (int64_t v = 0; v < V; v++) {
             const size_t at = size_t(i * Vp + v);
-            d_mag[at] += double(head.dloss) * p(v) * (z.mag[at] + mag);
-            if (!exact) d_noise[at] += double(head.dloss) * p(v) * (std::fabs(row[v]) + std::sqrt(noise2));
+            d_mag[at] += std::fabs(dloss[size_t(i)]) * p(v) * (z.mag[at] + mag);
+            if (!exact) d_noise[at] += std::fabs(dloss[size_t(i)]) * p(v) * (std::fabs(row[v]) + std::sqrt(noise2));
         }
     }
     expect_rms("losses", losses.fetch(), ce.losses.value, {loss_mag, loss_noise, V + C}, n, T);
 
-    const std::vector<double>&d = ce.dlogits.value, w_abs = absolute(w), x_abs = absolute(x);
+    const std::vector<double> w_abs = absolute(w), x_abs = absolute(x);
     // dinp is rounded twice, dlogits and, for dweight, inp once.
     const reference::Values dx = reference::matmul_backward_input(d.data(), w.data(), nullptr, n, C, Vp);
     ErrorModel model{reference::matmul_backward_input(d_mag.data(), w_abs.data(), nullptr, n, C, Vp).value,
@@ -177,6 +193,45 @@ void check(DType T, const Case& c, bool exact, Stream stream) {
             .value,
         independent(d_noise, std::vector<double>(size_t(n), 1.0), true, Vp, 1, n), n};
     expect_rms("dbias", dbias.fetch(), db.value, model, Vp, T);
+}
+
+// In one call, and in two with a gradient for each token.
+void check(DType T, Case c, bool exact, Stream stream) {
+    check_calls(T, c, exact, stream);
+    c.by_token = true;
+    check_calls(T, c, exact, stream);
+}
+
+// Equal gradients of all tokens, given as one number and for each token. Both forms are within the bounds of check(), and
+// so their difference is within twice those: with logits of a deviation of 1 and losses of some 7, u·10 in fp32; in 16
+// bits the roundings of dlogits or of the factors, and of dinp: 2·√3 roundings.
+void check_forms_agree(DType T, Stream stream) {
+    const int64_t n = 60, V = 777, Vp = 832, C = 136;
+    const TestArray weight = TestArray::random(T, {Vp, C}, 2, 1 / std::sqrt(double(C)));
+    const TestArray targets = TestArray::ints(random_targets(n, V, true), {n}), logits = TestArray::poisoned(T, {n, Vp});
+    const TestArray dlosses = TestArray::of(std::vector<double>(size_t(n), 0.37), {n});
+    std::vector<std::vector<double>> results[2];
+    for (const bool by_token : {false, true}) {
+        const TestArray inp = TestArray::random(T, {n, C}, 1), losses = TestArray::poisoned({n});
+        const TestArray dinp = TestArray::poisoned(T, {n, C}), dweight = TestArray::poisoned({Vp, C});
+        LinearCrossEntropy head;
+        head.losses = losses;
+        head.dinp = dinp;
+        head.dweight = dweight;
+        head.inp = inp;
+        head.weight = weight;
+        head.targets = targets;
+        head.logits = logits;
+        head.V = V;
+        head.dloss = by_token ? 1e3f : 0.37f;
+        if (by_token) head.dlosses = dlosses;
+        linear_cross_entropy(head, stream);
+        results[by_token] = {losses.fetch(), dinp.fetch(), dweight.fetch()};
+    }
+    expect_same_bits("losses", results[0][0], results[1][0]);
+    const double limit = T == DType::F32 ? 20 * UNIT_ROUNDOFF : T == DType::BF16 ? 7e-3 : 9e-4;
+    for (const size_t i : {1, 2})
+        EXPECT_LE(rms(difference(results[0][i], results[1][i])), limit * rms(results[0][i])) << (i == 1 ? "dinp" : "dweight");
 }
 
 // Hopper's tiles have 128 x 192 logits.
@@ -212,6 +267,10 @@ TEST_P(LinearCrossEntropyTest, SoftcapMatchesOracle) {
     check(activation(), {SIZES[2], false, true, false, {Softcap::Function::Tanh, 15}}, false, blas.stream);
 }
 
+TEST_P(LinearCrossEntropyTest, FormsAgree) {
+    check_forms_agree(activation(), blas.stream);
+}
+
 INSTANTIATE_DTYPES(LinearCrossEntropyTest);
 
 TEST(LinearCrossEntropyArguments, InvalidArgumentsAreErrors) {
@@ -229,7 +288,10 @@ TEST(LinearCrossEntropyArguments, InvalidArgumentsAreErrors) {
     head.V = 17;
     expect_error([&] { linear_cross_entropy(head, blas.stream); },
                  "cross_entropy_forward_backward: V is 17, expected 1 … 16, the columns of logits");
+    expect_error([&] { linear_cross_entropy_gradient(head, blas.stream); },
+                 "cross_entropy_backward: V is 17, expected 1 … 16, the columns of logits");
     head.V = 16;
+    expect_error([&] { linear_cross_entropy_gradient(head, blas.stream); }, "cross_entropy_backward: dlosses is missing");
     head.dinp = logits;
     expect_error([&] { linear_cross_entropy(head, blas.stream); },
                  "matmul_backward_input: dinp is fp32 [3, 16], expected fp32 [3, 8]");
@@ -254,9 +316,9 @@ class HopperCrossEntropy : public testing::TestWithParam<GemmKernel> {
     struct Result {
         std::vector<double> losses, dinp, dweight;
     };
-    // Token i has the logits `logits[i]`, through weights that are the identity.
-    Result of_logits(const std::vector<std::vector<double>>& logits, const std::vector<int32_t>& target_ids,
-                     int64_t V) {
+    // Token i has the logits `logits[i]`, through weights that are the identity. dlosses: 1, or in two calls these.
+    Result of_logits(const std::vector<std::vector<double>>& logits, const std::vector<int32_t>& target_ids, int64_t V,
+                     const std::vector<double>& dlosses = {}) {
         const int64_t n = int64_t(logits.size()), C = int64_t(logits[0].size());
         std::vector<double> x, identity(size_t(C * C), 0.0);
         for (const auto& row : logits) x.insert(x.end(), row.begin(), row.end());
@@ -274,6 +336,8 @@ class HopperCrossEntropy : public testing::TestWithParam<GemmKernel> {
         head.targets = targets;
         head.logits = scratch;
         head.V = V;
+        const TestArray by_token = TestArray::of(dlosses.empty() ? std::vector<double>(size_t(n), 1) : dlosses, {n});
+        if (!dlosses.empty()) head.dlosses = by_token;
         EXPECT_TRUE(hopper_cross_entropy_takes(head, blas.stream));
         linear_cross_entropy(head, blas.stream);
         return {losses.fetch(), dinp.fetch(), dweight.fetch()};
@@ -294,18 +358,21 @@ TEST_P(HopperCrossEntropy, MatchesOracle) {
 // dlogits = dinp here. Targets far below and far above the other logits.
 TEST_P(HopperCrossEntropy, UnlikelyAndCertainTargets) {
     const std::vector<double> row = {-30, 20, 30, 0, -10, 20, 0, 1e3};  // the last is padding
-    const Result r = of_logits({row, row, row}, {0, 2, 1}, 7);
     double sum = 0;
     for (size_t v = 0; v < 7; v++) sum += std::exp(row[v]);
     const size_t target[3] = {0, 2, 1};
-    for (size_t i = 0; i < 3; i++) {
-        // fp32 numbers up to 60, log2 of e times them and ln of 2^87: 8 roundings of 60·2^-24
-        EXPECT_NEAR(r.losses[i], std::log(sum) - row[target[i]], 3e-5) << i;
-        for (size_t v = 0; v < 8; v++) {
-            const double p = v < 7 ? std::exp(row[v]) / sum : 0, rest = (sum - std::exp(row[v])) / sum;
-            const double expected = v == target[i] ? -rest : p;
-            // Three roundings to bf16; of the certain target (p = 1 − 9e-5) fp32 leaves errors of 1e-6.
-            EXPECT_NEAR(r.dinp[i * 8 + v], expected, 3 * 0x1p-9 * std::fabs(expected) + 1e-6) << i << " " << v;
+    const std::vector<double> two_calls = {1, -0.5, 0.25};
+    for (const std::vector<double>& dlosses : {std::vector<double>(), two_calls}) {
+        const Result r = of_logits({row, row, row}, {0, 2, 1}, 7, dlosses);
+        for (size_t i = 0; i < 3; i++) {
+            // fp32 numbers up to 60, log2 of e times them and ln of 2^87: 8 roundings of 60·2^-24
+            EXPECT_NEAR(r.losses[i], std::log(sum) - row[target[i]], 3e-5) << i;
+            for (size_t v = 0; v < 8; v++) {
+                const double p = v < 7 ? std::exp(row[v]) / sum : 0, rest = (sum - std::exp(row[v])) / sum;
+                const double expected = (v == target[i] ? -rest : p) * (dlosses.empty() ? 1 : dlosses[i]);
+                // Three roundings to bf16; of the certain target (p = 1 − 9e-5) fp32 leaves errors of 1e-6.
+                EXPECT_NEAR(r.dinp[i * 8 + v], expected, 3 * 0x1p-9 * std::fabs(expected) + 1e-6) << i << " " << v;
+            }
         }
     }
 }
@@ -334,8 +401,15 @@ TEST_P(HopperCrossEntropy, NaNAndBadTargetsGiveNaN) {
 
 TEST_P(HopperCrossEntropy, IgnoredTokensGiveExactZeros) {
     const std::vector<double> row = {1, 2, 3, 4, 5, 6, 7, 8};
-    const Result r = of_logits({row, row}, {IGNORE_TARGET, IGNORE_TARGET}, 8);
-    for (const std::vector<double>* all : {&r.losses, &r.dinp, &r.dweight})
-        for (const double x : *all) EXPECT_EQ(x, 0);
+    const std::vector<double> two_calls = {NOT_A_NUMBER, 1};
+    for (const std::vector<double>& dlosses : {std::vector<double>(), two_calls}) {
+        const Result r = of_logits({row, row}, {IGNORE_TARGET, IGNORE_TARGET}, 8, dlosses);
+        for (const std::vector<double>* all : {&r.losses, &r.dinp, &r.dweight})
+            for (const double x : *all) EXPECT_EQ(x, 0);
+    }
+}
+
+TEST_P(HopperCrossEntropy, FormsAgree) {
+    check_forms_agree(T, blas.stream);
 }
 #endif
