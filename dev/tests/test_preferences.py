@@ -5,6 +5,7 @@ driver).
 dev/fixtures/preferences.json has random pairs and trl's values of 20 steps; dev/peers/make_preference_fixture.py makes
 it with the cases and options of this file.
 """
+import json
 import math
 import os
 import shutil
@@ -67,7 +68,7 @@ class Preferences(CommandsTest):
                 *(word for option in defaults.items() if option[0] not in args for word in option)]
 
     def train(self, out, *args):
-        done = run("train", *self.options(out, *args))
+        done = run("train", *self.options(out, *args), env={"OMP_NUM_THREADS": "1"})  # for so small a model the fastest
         self.assertEqual(done.returncode, 0, done.stderr)
         return self.path(out)
 
@@ -226,17 +227,35 @@ class Preferences(CommandsTest):
         for args in ("--beta", 0.2), ("--loss", "ipo"), ("--label-smoothing", 0.1):
             self.refused(1, ["--loss", "cannot change"], "train", "--resume", "--out", out, "--steps", 2, *args)
 
+    def test_eval(self):
+        """Without a reference: from the log-probabilities of the reference file, which are the model's own."""
+        data = write_pairs(self.path("data"), self.fixture["pairs"])
+        write_pairs(data, self.fixture["pairs"][:9], split="val")
+        self.train("run", "--data", data, "--steps", 1)
+        logps = np.array(read_json(self.reference(data))["val"]).reshape(-1, 2)
+        tokens = np.array([[len(response) for response in pair[1:]] for pair in self.fixture["pairs"][:9]])
+        done = run("eval", "--model", MODEL, "--data", data, "--seq-len", 2 * SEQ_LEN, "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        result = json.loads(done.stdout)
+        self.assertEqual(result["pairs"], 9)
+        self.assertAlmostEqual(result["accuracy"], np.mean(logps[:, 0] > logps[:, 1]), delta=1e-9)
+        means = logps / tokens
+        self.assertAlmostEqual(result["accuracy_per_token"], np.mean(means[:, 0] > means[:, 1]), delta=1e-9)
+        for side, name in enumerate(("loss_chosen", "loss_rejected")):
+            self.assertAlmostEqual(result[name], -logps[:, side].sum() / tokens[:, side].sum(), delta=1e-5)
+
     def test_pairs_that_are_too_long_are_left_out(self):
-        lengths = [len(prompt) * 2 + len(chosen) + len(rejected) - 2 for prompt, chosen, rejected in
-                   self.fixture["pairs"]]
+        lengths = [2 * len(prompt) + len(chosen) + len(rejected) - 2
+                   for prompt, chosen, rejected in self.fixture["pairs"]]
         short = [pair for pair, length in zip(self.fixture["pairs"], lengths) if length <= 50]
-        data = write_pairs(self.path("short"), short)
-        skipped = self.train("skipped", "--seq-len", 50, "--too-long", "skip")
-        self.same(self.steps(skipped), self.steps(self.train("short_run", "--seq-len", 50, "--data", data)), 0)
-        # Their reference is computed once a run needs them.
-        self.train("longer")
-        done = run("train", *self.options("longer_again"))
-        self.assertEqual(done.stderr.count("computed once"), 0, done.stderr)
+        data, shorter = write_pairs(self.path("data"), self.fixture["pairs"]), write_pairs(self.path("shorter"), short)
+        skipped = self.train("skipped", "--data", data, "--seq-len", 50, "--too-long", "skip")
+        self.same(self.steps(skipped), self.steps(self.train("short", "--data", shorter, "--seq-len", 50)), 0)
+        # The reference of those that were left out is computed when a run has them.
+        for said in "computed once", "reference log-probabilities: from":
+            done = run("train", *self.options(said.split()[0], "--data", data, "--steps", 1))
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn(said, done.stderr)
 
 
 if __name__ == "__main__":
