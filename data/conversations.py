@@ -5,8 +5,8 @@ import json
 from errors import DataError, first_line, option
 
 # Sets of fields of a row; the first set that it has counts.
-SHAPES = (("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("messages",), ("conversations",), ("prompt", "response"), ("prompt", "completion"),
-          ("instruction", "output"), ("text",))
+SHAPES = (("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("messages",), ("conversations",),
+          ("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("text",))
 RESPONSES = ("chosen", "rejected")
 # What a template is given besides messages: lists of objects, and variables by name.
 LISTS, VARIABLES = ("tools", "documents"), "chat_template_kwargs"
@@ -177,36 +177,33 @@ def messages_of_row(where, record, shape):
 
 
 def prompt_and_responses(where, record):
-    """The messages of a pair's prompt, and those of its two responses. Without a prompt of its own, or if both repeat
-    it, the prompt is what the two conversations begin with alike."""
-    given = record.get("prompt")
-    sides = [side_of_pair(where, name, record) for name in RESPONSES]
-    plain = [list(map(without_weight, side)) for side in sides]
-    if plain[0] == plain[1]:
+    """The messages of a pair's prompt, and those of its two responses. The prompt is a field of its own, or what both
+    conversations begin with, or both."""
+    given, sides = record.get("prompt"), [side_of_pair(where, name, record) for name in RESPONSES]
+    compared = [without_weights(side) for side in sides]
+    if compared[0] == compared[1]:
         raise DataError(f"{where}: 'chosen' and 'rejected' are equal; remove the pair")
-    prompt = messages_of(f"{where}: prompt", "prompt", record) if isinstance(given, list) else []
-    if given is None:
-        shared = common_prefix(*plain)
-    elif isinstance(given, list):
-        shared = common_prefix(*plain) if all(side[:len(prompt)] == prompt for side in plain) else 0
+    if isinstance(given, list) or given is None:
+        prompt = messages_of(f"{where}: prompt", "prompt", record) if given else []
+        start = without_weights(prompt)
+        is_repeated = all(side[:len(start)] == start for side in compared)
     else:
         prompt = [{"role": "user", "content": string_of(where, "prompt", given)}]
-        shared = common_prefix(*plain)
-        if shared and plain[0][0]["role"] == "assistant":
-            shared = 0  # two responses of several turns that begin alike
-        if shared and not any(is_user(m) and joined(m).strip() == given.strip() for m in plain[0][:shared]):
-            raise DataError(f"{where}: 'prompt' is none of the user turns that 'chosen' and 'rejected' begin with; "
-                            "correct it, or leave it out")
-    if shared or given is None:
+        is_repeated = all(side and side[0]["role"] != "assistant" for side in compared)
+    if is_repeated:
+        shared = common_prefix(*compared)
         prompt, sides = sides[0][:shared], [side[shared:] for side in sides]
     for name, side in zip(RESPONSES, sides):
         if side and side[0]["role"] != "assistant":
-            after = "what both begin with" if shared or given is None else "the prompt"
-            raise DataError(f"{where}: the pair has no shared prompt: '{name}' has a turn of the role "
-                            f"'{side[0]['role']}' after {after}, not an assistant turn; remove the pair")
-    if not any(is_user(message) and joined(message) for message in prompt):
-        raise DataError(f"{where}: the pair has no shared prompt: 'chosen' and 'rejected' need a user turn before them; "
-                        "give 'prompt', or conversations that begin alike")
+            raise DataError(f"{where}: the pair has no shared prompt: '{name}' goes on with a turn of the role "
+                            f"'{side[0]['role']}', not with an assistant turn; remove the pair")
+    users = [joined(message) for message in prompt if message["role"] == "user"]
+    if not any(users):
+        raise DataError(f"{where}: the pair has no shared prompt: 'chosen' and 'rejected' need a user turn before them"
+                        "; give 'prompt', or conversations that begin alike")
+    if isinstance(given, str) and given.strip() not in map(str.strip, users):
+        raise DataError(f"{where}: 'prompt' is none of the user turns that 'chosen' and 'rejected' begin with; correct "
+                        "it, or leave it out")
     return prompt, sides
 
 
@@ -221,12 +218,8 @@ def side_of_pair(where, name, record):
     return [{"role": "assistant", "content": content}]
 
 
-def is_user(message):
-    return message["role"] == "user"
-
-
-def without_weight(message):
-    return {key: value for key, value in message.items() if key != "weight"}
+def without_weights(messages):
+    return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
 
 
 def common_prefix(one, other):

@@ -389,19 +389,19 @@ def encode_batch(batch, result):
         where = position(*owners[e.document][:2]) + ": " if e.document is not None else ""
         raise DataError(f"{where}{first_line(e)}") from None
     check_kinds(result.found)
-    ids, flags, begin, counts, lost = memoryview(ids), memoryview(flags), 0, iter(counts), iter(lost)
+    ids, flags, begin, of_parts = memoryview(ids), memoryview(flags), 0, zip(counts, lost)
     for (chunk, key, data, last), parts in zip(batch, contents):
-        ends = list(itertools.accumulate((next(counts) for _ in parts), initial=begin))
+        counts_here, lost_here = zip(*itertools.islice(of_parts, len(parts)))
+        side, end, middle = int(split.is_val(key)), begin + sum(counts_here), begin + counts_here[0]
         if len(parts) > 1:
-            check_pair(chunk, key, *((ids[b * encoder.width:e * encoder.width], flags[b:e])
-                                     for b, e in zip(ends, ends[1:])))
-        side, end, lost_here = int(split.is_val(key)), ends[-1], sum(next(lost) for _ in parts)
+            check_pair(chunk, key, *((ids[i * encoder.width:j * encoder.width], flags[i:j])
+                                     for i, j in ((begin, middle), (middle, end))))
         result.tokens[side] += ids[begin * encoder.width:end * encoder.width]
         if "text" not in result.found:
             result.flags[side] += flags[begin:end]
-        result.bytes[side] += len(data) - lost_here
+        result.bytes[side] += len(data) - sum(lost_here)
         result.documents[side] += last
-        result.lost[side] += lost_here
+        result.lost[side] += sum(lost_here)
         begin = end
 
 
@@ -416,10 +416,10 @@ def encoder_input(data, last, encoder):
 
 
 def check_pair(chunk, key, chosen, rejected):
-    """Checks the (tokens, flags) of a pair: a template may leave out what the responses differ in."""
+    """Checks the (tokens, flags) of the sides: a template may leave out what the responses differ in."""
     if chosen[0] == rejected[0]:
-        raise DataError(f"{position(chunk, key)}: the responses of the pair differ, but their tokens are equal; remove the "
-                        "pair, or use another chat template")
+        raise DataError(f"{position(chunk, key)}: the responses of the pair differ, but their tokens are equal; remove "
+                        "the pair, or use another chat template")
     if not all(text_encoder.LOSS in bytes(flags) for _, flags in (chosen, rejected)):
         raise DataError(f"{position(chunk, key)}: a response of the pair has no loss tokens; use another chat template")
 
@@ -491,12 +491,12 @@ class ShardWriter:
                 file.flush()
                 os.fsync(file.fileno())
         return {"in_shard": self.in_shard, "shards": self.shards, "tokens": self.tokens,
-                "loss_tokens": self.loss_tokens, "mask": self.mask is not None}
+                "loss_tokens": self.loss_tokens, "mask": self.mask is not None, "mask_version": self.mask_version}
 
     def go_on(self, note):
         """Continues the files of a writer that was interrupted after its note()."""
-        self.in_shard, self.shards, self.tokens, self.loss_tokens = (
-            note[name] for name in ("in_shard", "shards", "tokens", "loss_tokens"))
+        self.in_shard, self.shards, self.tokens, self.loss_tokens, self.mask_version = (
+            note[name] for name in ("in_shard", "shards", "tokens", "loss_tokens", "mask_version"))
         if self.in_shard:
             path = f"{self.prefix}_{self.shards - 1:06d}"
             self.file = self.reopen(path + ".bin", self.in_shard * self.width)
@@ -612,7 +612,7 @@ def fingerprint_of(options, files):
             paths += [os.path.join(tokenizer, one)
                       for one in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")]
         status += [(path, read_text(path)) for path in paths if os.path.exists(path)]
-    return hashlib.sha256(json.dumps([settings, status, text_input.INPUT_CHUNK]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([settings, status, text_input.INPUT_CHUNK, list(KINDS)]).encode()).hexdigest()
 
 
 class Totals:
@@ -801,8 +801,9 @@ def make_whole(options, target):
 def summary(meta, target):
     """A table of what there is and what was left out."""
     files, tokenizer = meta["files"], meta["tokenizer"]
+    documents = "pairs" if "pairs" in meta["train"] else "documents"
     lines = [f"{target}: {files:,} file{'s' * (files != 1)}, vocabulary of {meta['vocab_size']} ({tokenizer})",
-             f"{'':8}{'pairs' if 'pairs' in meta['train'] else 'documents':>12}{'bytes':>18}{'tokens':>18}{'bytes per token':>18}"]
+             f"{'':8}{documents:>12}{'bytes':>18}{'tokens':>18}{'bytes per token':>18}"]
     for side in SIDES:
         count = meta[side]
         if count["tokens"]:
@@ -870,7 +871,8 @@ def parse(arguments):
     parser.add_argument("--vocab", type=count(257, MAX_VOCAB), default=4096,
                         help="size of the bpe vocabulary (default 4096)")
     parser.add_argument("--val", type=fraction, default=0.05,
-                        help="fraction of the text, or of the conversations or pairs, to use for validation (default 0.05)")
+                        help="fraction of the text, or of the conversations or pairs, to use for validation "
+                             "(default 0.05)")
     parser.add_argument("--val-text", nargs="+", type=not_empty, metavar="PATH",
                         help="validation text instead of a part of --text")
     parser.add_argument("--no-chat-template", dest="chat_template", action="store_false",

@@ -50,7 +50,7 @@ ExamplePacking::ExamplePacking(const TokenFiles& files, int64_t T_, bool skip_to
     else
         find_examples(files);
     const char* const what = pairs ? " pairs" : " examples";
-    const int64_t all = num_examples() / (pairs ? 2 : 1) + too_long;
+    const int64_t all = int64_t(examples.size() / examples_of_unit()) + too_long;
     require(skip_too_long || too_long == 0, files.pattern(), ": ", too_long, " of ", all, what,
             " are longer than --seq-len ", T, "; raise it (the longest needs ", longest,
             "), or leave them out with --too-long skip");
@@ -62,8 +62,8 @@ ExamplePacking::ExamplePacking(const TokenFiles& files, int64_t T_, bool skip_to
 void ExamplePacking::find_examples(const TokenFiles& files) {
     for_each_example(files, [&](const Found& example) {
         if (example.tokens < 2) return;  // a single token has no target
-        const PackedExample packed{example.begin, int32_t(example.tokens), int32_t(example.loss_tokens)};
-        if (fits(example.tokens - 1)) examples.push_back(packed);
+        if (!fits(example.tokens - 1)) return;
+        examples.push_back({example.begin, int32_t(example.tokens), int32_t(example.loss_tokens)});
     });
 }
 
@@ -99,7 +99,7 @@ bool ExamplePacking::fits(int64_t needed) {
 }
 
 void ExamplePacking::pack() {
-    const size_t each = pairs ? 2 : 1;  // examples that stay together
+    const size_t each = examples_of_unit();
     const auto needed = [&](size_t unit) {
         int64_t sum = 0;
         for (size_t i = unit * each; i < (unit + 1) * each; i++) sum += examples[i].tokens - 1;

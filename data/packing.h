@@ -33,11 +33,10 @@ class ExamplePacking {
     int64_t max_examples() const { return most; }      // in a training sequence
     bool has_pairs() const { return pairs; }
     int64_t num_pairs() const { return pairs ? num_examples() / 2 : 0; }
-    int64_t num_pairs_in_files() const { return pairs ? num_pairs() + too_long : 0; }  // PackedExample::pair is below
+    int64_t num_pairs_in_files() const { return pairs ? num_pairs() + too_long : 0; }  // above each PackedExample::pair
     int64_t max_pairs() const { return pairs ? most / 2 : 0; }                         // in a training sequence
     int64_t padding() const { return num_sequences() * T - positions; }
-    // The examples of a training sequence, as a range: of pairs the chosen one, its rejected one, the next chosen one,
-    // …
+    // The examples of a training sequence, as a range; of each pair the chosen one and then the rejected one.
     struct Range {
         const PackedExample *first, *last;
         int64_t size() const { return last - first; }
@@ -53,6 +52,7 @@ class ExamplePacking {
     void find_examples(const TokenFiles& files);
     void find_pairs(const TokenFiles& files);
     bool fits(int64_t needed);
+    size_t examples_of_unit() const { return pairs ? 2 : 1; }  // that stay together
     void pack();
 
     const int64_t T;

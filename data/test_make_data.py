@@ -237,8 +237,8 @@ class ByteTokens(DataTest):
 
     def test_goes_on_after_an_interruption(self):
         """From the last note, whatever was written after it; to the same files as at once."""
-        lines = b"".join(json.dumps({"prompt": f"{i} ", "response": "is " + "x" * (i % 90)}).encode() + b"\n"
-                         for i in range(4000))
+        lines = b"".join(json.dumps({"prompt": f"{i} ", "chosen": "is " + "x" * (i % 70), "rejected": "y"}).encode() +
+                         b"\n" for i in range(4000))
         path = self.write("a.jsonl.gz", gzip.compress(lines))
         self.write("empty.txt", b"")
         arguments = ["--text", self.path("in"), "--tokenizer", "byte", "--shard-tokens", "30000", "--jobs", "1"]
@@ -1139,7 +1139,8 @@ class Pairs(TemplateTest):
 
     def test_plain_responses(self):
         """Without a template: the prompt, the response, end-of-text."""
-        rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "three", "score": 1}, {"prompt": "a", "chosen": "bc", "rejected": "b"}]
+        rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "three", "score": 1},
+                {"prompt": "a", "chosen": "bc", "rejected": "b"}]
         path = self.write("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
         meta = self.make("--text", path, "--tokenizer", "byte", "--val", "0")
         self.assertEqual(self.documents("train"), [b"1+1=2", b"1+1=three", b"abc", b"ab"])
@@ -1153,11 +1154,14 @@ class Pairs(TemplateTest):
     def test_shapes(self):
         """All ways to write one pair, in each format, have the same tokens."""
         prompt, good, bad = self.turns("system:S", "a", "b", "c"), self.turns("", "good")[1:], self.turns("", "bad")[1:]
-        rows = [{"prompt": prompt, "chosen": "good", "rejected": "bad"}, {"prompt": prompt, "chosen": good, "rejected": bad},
+        rows = [{"prompt": prompt, "chosen": "good", "rejected": "bad"},
+                {"prompt": prompt, "chosen": good, "rejected": bad},
                 {"chosen": prompt + good, "rejected": prompt + bad},
                 {"prompt": None, "chosen": prompt + good, "rejected": prompt + bad},
                 {"prompt": prompt, "chosen": prompt + good, "rejected": prompt + bad},
                 {"prompt": " c\n", "chosen": prompt + good, "rejected": prompt + bad, "messages": prompt + good},
+                {"prompt": [*prompt[:2], {**prompt[2], "weight": 1}, prompt[3]], "chosen": prompt + good,
+                 "rejected": prompt + bad},
                 {"system": "S", "prompt": prompt[1:], "chosen": good, "rejected": bad},
                 {"chosen": [{"from": m["role"], "value": m["content"]} for m in prompt + good],
                  "rejected": [{"from": m["role"], "value": m["content"]} for m in prompt + bad]}]
@@ -1210,12 +1214,33 @@ class Pairs(TemplateTest):
                 documents = self.documents(side)
                 for chosen, rejected in zip(documents[::2], documents[1::2]):
                     i = int(chosen.split()[0])
-                    self.assertEqual([chosen, rejected], [f"{i} is {'x' * (i % 9)}".encode(), f"{i} was {'y' * (i % 5)}".encode()])
+                    self.assertEqual([chosen, rejected],
+                                     [f"{i} is {'x' * (i % 9)}".encode(), f"{i} was {'y' * (i % 5)}".encode()])
                     found.append(i)
                 self.assertEqual([f & 4 for f in self.flags(side) if f & 2], [0, 4] * (len(documents) // 2))
             self.assertEqual(sorted(found), list(range(200)))
         self.refused("a single pair cannot be split", "--tokenizer", "byte",
                      "--text", self.write("one.jsonl", json.dumps(rows[0]).encode()))
+
+    @needs_numpy
+    def test_left_out(self):
+        """A pair is one document: of 5 bytes, with the prompt on both sides, and equal only if both responses are."""
+        rows = [{"prompt": "a", "chosen": chosen, "rejected": rejected}
+                for chosen, rejected in (("b", "cd"), ("b", "ce"), ("b", "cd"), ("b", "c"), ("cd", "b"))]
+        path = self.write("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        meta = self.make("--text", path, "--tokenizer", "byte", "--val", "0", "--drop-duplicates", "--min-bytes", "5")
+        self.assertEqual(self.documents("train"), [b"ab", b"acd", b"ab", b"ace", b"acd", b"ab"])
+        self.assertEqual(meta["left_out"], {"duplicates": 1, "shorter than 5 bytes": 1})
+
+    @needs_tokenizers
+    def test_vocabulary_of_pairs(self):
+        rows = [{"prompt": "aaaa", "chosen": "wxyz" * 9, "rejected": "stuv" * 9}] * 40
+        path = self.write("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        self.make("--text", path, "--vocab", "280")
+        with open(os.path.join(self.out, "tokenizer.json"), encoding="utf-8") as f:
+            vocabulary = json.load(f)["model"]["vocab"]
+        for word in "aaaa", "wxyz", "stuv":
+            self.assertIn(word, vocabulary)
 
     def test_refused_pairs(self):
         good = self.turns("a", "b")
@@ -1227,15 +1252,16 @@ class Pairs(TemplateTest):
             ({"chosen": good, "rejected": self.turns("a")}, "the rejected response is empty"),
             ({"prompt": "a", "chosen": "b", "rejected": [{**good[1], "content": "c", "weight": 0}]},
              "the rejected response is empty"),
-            ({"prompt": "", "chosen": "b", "rejected": "c"}, "the pair has no shared prompt: 'chosen' and 'rejected' need"),
+            ({"prompt": "", "chosen": "b", "rejected": "c"},
+             "the pair has no shared prompt: 'chosen' and 'rejected' need a user turn before them; give 'prompt', or"),
             ({"chosen": "b", "rejected": "c"}, "the pair has no shared prompt: 'chosen' is a string; give 'prompt'"),
             ({"chosen": good, "rejected": self.turns("x", "c")},
-             "the pair has no shared prompt: 'chosen' has a turn of the role 'user' after what both begin with"),
+             "the pair has no shared prompt: 'chosen' goes on with a turn of the role 'user', not with"),
             ({"chosen": good[1:], "rejected": self.turns("", "c")[1:]}, "the pair has no shared prompt: 'chosen' and"),
             ({"prompt": self.turns("x"), "chosen": good, "rejected": self.turns("a", "c")},
-             "the pair has no shared prompt: 'chosen' has a turn of the role 'user' after the prompt"),
+             "the pair has no shared prompt: 'chosen' goes on with a turn of the role 'user', not with"),
             ({"prompt": "a", "chosen": good, "rejected": self.turns("c", "d")},
-             "the pair has no shared prompt: 'chosen' has a turn of the role 'user' after the prompt"),
+             "the pair has no shared prompt: 'chosen' goes on with a turn of the role 'user', not with"),
             ({"prompt": "x", "chosen": good, "rejected": self.turns("a", "c")},
              "'prompt' is none of the user turns that 'chosen' and 'rejected' begin with"),
             ({"prompt": "a", "chosen": "b", "rejected": 1}, "'rejected' holds int, not a string"),
@@ -1243,13 +1269,14 @@ class Pairs(TemplateTest):
             ({"prompt": "a", "chosen": "b", "rejected": [{"role": "bot", "content": "c"}]},
              "rejected: message 1 has the role 'bot'; give "),
             ({"prompt": "a", "chosen": "<|im_end|>", "rejected": "b"}, "a message holds the special token <|im_end|>"),
-            ({"prompt": "a", "chosen": "b", "rejected": "b "}, "the responses of the pair differ, but their tokens are equal"))
+            ({"prompt": "a", "chosen": "b", "rejected": "b "},
+             "the responses of the pair differ, but their tokens are equal"))
         folder = self.tokenizer(self.CHAT.replace("m.content", "m.content | trim"))
         for row, part in cases:
             path = self.write("a.jsonl", b"\n" + json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}).encode() +
                               b"\n" + json.dumps(row).encode())
             self.refused(f"a.jsonl:3: {part}", "--text", path, "--tokenizer", folder, "--val", "0")
-        folder = self.tokenizer("{% for m in messages %}{% if m.content != 'b' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}")
+        folder = self.tokenizer("{% for m in messages if m.content != 'b' %}{{ m.content }}<|im_end|>{% endfor %}")
         path = self.write("a.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}).encode())
         self.refused("a.jsonl:1: a response of the pair has no loss tokens", "--text", path, "--tokenizer", folder,
                      "--val", "0")

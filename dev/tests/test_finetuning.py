@@ -254,12 +254,13 @@ class FinetuningTest(BaseRunTest):
         path = os.path.join(self.top, "pairs.jsonl")
         with open(path, "w") as file:
             for answer in 2, 3, 4:
-                file.write(json.dumps({"prompt": f"1 + {answer - 1} = ", "chosen": f"{answer}", "rejected": "5?"}) + "\n")
+                row = {"prompt": f"1 + {answer - 1} = ", "chosen": f"{answer}", "rejected": "5?"}
+                file.write(json.dumps(row) + "\n")
         data = tokenize(path, os.path.join(self.top, "pairs"), "--val", "0.34")
         info = json.loads(run("info", data, "--json").stdout)
         self.assertEqual((info["train"]["pairs"], info["train"]["documents"], info["val"]["pairs"]), (2, 2, 1))
         done = run("info", data, "--show", 1)
-        prompt, answer = re.match(r"--- pair 1, chosen: 10 tokens, 2 of them loss tokens\n(1 \+ . = )\[(.)", done.stdout).groups()
+        prompt, answer = re.search(r"\n(1 \+ . = )\[(.)", done.stdout).groups()
         self.assertEqual(done.stdout, "--- pair 1, chosen: 10 tokens, 2 of them loss tokens\n"
                                       f"{prompt}[{answer}<|endoftext|>]\n"
                                       "--- pair 1, rejected: 11 tokens, 3 of them loss tokens\n"
@@ -267,7 +268,8 @@ class FinetuningTest(BaseRunTest):
         lines = [json.loads(line) for line in run("info", data, "--show", 9, "--json").stdout.splitlines()]
         self.assertEqual([(line["pair"], line["response"], line["tokens"]) for line in lines],
                          [(1, "chosen", 10), (1, "rejected", 11), (2, "chosen", 10), (2, "rejected", 11)])
-        self.assertEqual(lines[1]["parts"], [{"loss": False, "text": prompt}, {"loss": True, "text": "5?<|endoftext|>"}])
+        self.assertEqual(lines[1]["parts"],
+                         [{"loss": False, "text": prompt}, {"loss": True, "text": "5?<|endoftext|>"}])
 
     def test_without_a_tokenizer_the_data_says_its_vocabulary(self):
         data = self.make_examples("no_tokenizer", [(f"{i} = ", str(i)) for i in range(100)], "--val", "0")

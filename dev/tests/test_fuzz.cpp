@@ -511,9 +511,18 @@ TEST_F(Fuzz, TokensMasksAndMetadata) {
         }
         const EvalBatches batches{files, 2, 16, 400, data.end_of_text, 0};
         for (int64_t b = 0; b < batches.num_batches(); b++) batches.batch(b);
+        if (!files.has_examples()) return;
+        const ExamplePacking packing(files, 40, true);
+        const EvalBatches packed{files, 2, 40, 400, data.end_of_text, 0, &packing};
+        for (int64_t b = 0; b < packed.num_batches(); b++) packed.batch(b);
     };
     fuzz(dir.file("train_000000.bin"), tokens, {16, false}, 250, read);
     fuzz(dir.file("train_000000.mask"), mask, {16, false}, 250, read);
+    std::string pairs;  // of two examples of 20 tokens
+    for (int i = 0; i < 200; i++) pairs += i % 40 == 0 ? '\2' : i % 40 == 20 ? '\6' : char(i % 3 == 0);
+    const std::string pair_mask = file({20261121, 3, 200}, pairs);
+    fuzz(dir.file("train_000000.mask"), pair_mask, {16, false}, 250, read);
+    fuzz(dir.file("train_000000.mask"), pair_mask, {1224, false}, 250, read);
     fuzz(dir.file("meta.json"), meta, {1 << 20, true}, 150, read);
 }
 
