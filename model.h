@@ -132,6 +132,8 @@ struct RunShape {
     int64_t B, T;
     bool training = false;
     Recompute recompute = Recompute::None;
+    int64_t recompute_layers = ALL_LAYERS;  // the first so many
+    Recompute recompute_in(int64_t l) const { return l < recompute_layers ? recompute : Recompute::None; }
     bool overlap = true;  // tensors whose lifetimes don't overlap share memory
     int64_t world = 1;    // ranks: their rows of the step's sums, and the padding of the parameter groups
     DType dtype = DType::F32;

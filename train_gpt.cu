@@ -649,7 +649,7 @@ void fp8_fc_backward(const Block& b) {
 void recompute(const Block& b) {
     const Range range(b.p.ctx.profiler, "recompute");
     const LayerActs& a = b.a;
-    const Recompute level = b.p.acts.shape.recompute;
+    const Recompute level = b.p.acts.shape.recompute_in(b.l);
     const bool norm_after = b.p.model.config.norm_after;
     if (level >= Recompute::Norms && !norm_after) norm_forward(b.p, NORM1_W, b.l, norm1(a));
     if (level == Recompute::Block) {

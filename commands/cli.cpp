@@ -632,14 +632,35 @@ CLI::Option* add_offload_option(CLI::App& app, std::string& offload) {
         ->group(help_group::MEMORY);
 }
 
-CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
+// "block:20" → level and layers.
+static CLI::Validator recompute_levels() {
+    return {[](std::string& text) {
+                const size_t colon = text.find(':');
+                const bool known = find_enum<Recompute>(RECOMPUTE_NAMES, text.substr(0, colon)).has_value();
+                const std::string layers = colon == std::string::npos ? "1" : text.substr(colon + 1);
+                const bool counts = !layers.empty() && layers.size() < 10 && layers[0] != '0' &&
+                                    layers.find_first_not_of("0123456789") == std::string::npos;
+                const bool none = starts_with(text, "none:");
+                return known && counts && !none ? ""
+                                                : str(text, " is none of ", joined(RECOMPUTE_NAMES),
+                                                      ", nor one of the last three with a number of layers, as in "
+                                                      "block:20");
+            },
+            "{" + joined(RECOMPUTE_NAMES) + "}[:LAYERS]"};
+}
+
+CLI::Option* add_recompute_option(CLI::App& app, RunOptions& o) {
     return app
         .add_option_function<std::string>(
             "--recompute",
-            [&recompute](const std::string& name) { recompute = enum_of<Recompute>(RECOMPUTE_NAMES, name); },
+            [&o](const std::string& text) {
+                const size_t colon = text.find(':');
+                o.recompute = enum_of<Recompute>(RECOMPUTE_NAMES, text.substr(0, colon));
+                o.recompute_layers = colon == std::string::npos ? ALL_LAYERS : std::stoll(text.substr(colon + 1));
+            },
             "what the backward pass recomputes to save memory: nothing, the output of the MLP's activation function, "
-            "the norms too, or the whole block")
-        ->check(CLI::IsMember(RECOMPUTE_NAMES))
+            "the norms too, or the whole block; block:20 does so in the first 20 layers alone")
+        ->check(recompute_levels())
         ->default_str("none")
         ->group(help_group::MEMORY);
 }

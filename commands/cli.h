@@ -51,7 +51,7 @@ CLI::Option* add_optimizer_dtype_option(CLI::App& app, std::string& dtype);
 CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype);
 CLI::Option* add_grad_rounding_option(CLI::App& app, std::string& rounding);
 CLI::Option* add_offload_option(CLI::App& app, std::string& offload);
-CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);
+CLI::Option* add_recompute_option(CLI::App& app, RunOptions& options);
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);
 // --gpu-memory, an amount such as 24GiB.
 CLI::Option* add_gpu_memory_option(CLI::App& app, int64_t& bytes, const std::string& description);

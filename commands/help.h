@@ -13,7 +13,7 @@ namespace help_group {
 constexpr char LENGTH[] = "length: steps and batches";
 constexpr char LEARNING[] = "learning: learning rates and the optimizer";
 constexpr char LORA[] = "lora: adapters instead of whole weights (docs/use/finetuning.md)";
-constexpr char PREFERENCES[] = "preferences: losses on pairs of responses (docs/use/finetuning.md)";
+constexpr char PREFERENCES[] = "preferences: losses on pairs of responses (docs/use/preferences.md)";
 constexpr char MEMORY[] = "memory: what is kept, in which dtype, and what is computed again (docs/use/training.md)";
 constexpr char REPORTS[] = "reports: evaluations, samples and measurements";
 constexpr char SAVING[] = "saving: checkpoints, and when a run stops";

@@ -43,7 +43,7 @@ PlanOptions parse_plan(const Args& args) {
     auto* grad_dtype = add_grad_dtype_option(app, o.grad_dtype);
     auto* grad_rounding = add_grad_rounding_option(app, o.grad_rounding);
     auto* offload = add_offload_option(app, o.offload);
-    auto* recompute = add_recompute_option(app, o.recompute);
+    auto* recompute = add_recompute_option(app, o);
     auto* master_weights = add_master_weights_option(app, o.master_weights);
     auto* nondeterministic = add_nondeterministic_option(app, o.nondeterministic);
     std::vector<CLI::Option*> of_training = add_fp8_options(app, o.fp8);
@@ -240,7 +240,7 @@ void run_plan(const Args& args) {
         const int64_t available = (o.gpu_memory ? std::min(all, o.gpu_memory) : all) - in_use_before;
         require(available > 0, "--fit: ", human_bytes(o.gpu_memory), " of --gpu-memory are less than the ",
                 human_bytes(in_use_before), " that are in use before a run; raise --gpu-memory");
-        fitted = find_fit(o, o.world, target, available, [&](const RunOptions& tried) {
+        fitted = find_fit(o, source.config.layers, o.world, target, available, [&](const RunOptions& tried) {
             PlanOptions other = o;
             static_cast<RunOptions&>(other) = tried;
             return plan_run(other, source.config, target).memory.total;

@@ -133,7 +133,7 @@ void add_memory_options(CLI::App& app, TrainOptions& o) {
                           "take at most this much of the GPU's memory, the CUDA context included, as in 24GiB");
     app.add_flag("--fit", o.fit, "take the first options for memory, and a batch size, with which the run fits")
         ->configurable(false);
-    add_recompute_option(app, o.recompute);
+    add_recompute_option(app, o);
     add_master_weights_option(app, o.master_weights);
     add_optimizer_dtype_option(app, o.optimizer_dtype);
     add_grad_dtype_option(app, o.grad_dtype);

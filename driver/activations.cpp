@@ -487,10 +487,11 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
 // Whether SwiGLU's backward pass computes its output again. Recomputed in a pass of its own, that output would cost
 // reading fc once more, and memory. But adapters and fp8 read it before, and so does a norm after the MLP that is
 // recomputed.
-bool computes_act_again(const ModelConfig& c, const RunShape& shape, bool fp8) {
-    const bool norm_reads_it = c.norm_after && shape.recompute == Recompute::Block;
-    return shape.training && shape.recompute >= Recompute::Activation && is_gated(c.activation) && !fp8 &&
-           !widest_adapter(shape) && !norm_reads_it;
+bool computes_act_again(const ModelConfig& c, const RunShape& shape, int64_t l) {
+    const Recompute level = shape.recompute_in(l);
+    const bool norm_reads_it = c.norm_after && level == Recompute::Block;
+    return shape.training && level >= Recompute::Activation && is_gated(c.activation) &&
+           !shape.fp8.in_layer(l, c.layers) && !widest_adapter(shape) && !norm_reads_it;
 }
 
 // Those that hold for a layer.
@@ -499,7 +500,7 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape, int64_t l) {
     const bool fp8 = shape.fp8.in_layer(l, c.layers), gated = type == AttentionType::GatedLinear;
     return (conditions(c, shape) & ~unsigned(FP8)) | (fp8 ? FP8 : HIGH) | (fp8 && !gated ? NORM1_CODES : NORM1_READ) |
            (type == AttentionType::Softmax ? SOFTMAX : 0u) | (type == AttentionType::Linear ? LINEAR : 0u) |
-           (gated ? GATED : 0u) | (computes_act_again(c, shape, fp8) ? ACT_AGAIN : ACT_READ);
+           (gated ? GATED : 0u) | (computes_act_again(c, shape, l) ? ACT_AGAIN : ACT_READ);
 }
 
 // Resolves options that exclude each other. GELU inside a matmul may be rounded differently from the kernel that
@@ -528,6 +529,9 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
     int64_t N;
     require(!__builtin_mul_overflow(shape.B, shape.T, &N), "--batch-size x --seq-len overflows; lower one of them");
     if (shape.fp8.on) fp8 = std::make_unique<Fp8State>(config, shape.fp8);
+    require(shape.recompute_layers == ALL_LAYERS || shape.recompute_layers <= config.layers, "--recompute ",
+            RECOMPUTE_NAMES[size_t(shape.recompute)], ":", shape.recompute_layers, ": the model has ", config.layers,
+            " layers; give at most so many, or none for all");
     require(config.positions != Positions::Learned || shape.T <= config.max_positions, "a sequence of ", shape.T,
             " tokens is beyond the model's position table of ", config.max_positions,
             " rows; use a shorter sequence, or raise --max-positions of a preset");
@@ -563,7 +567,7 @@ void Activations::plan_layer(int64_t l) {
         Tensor *f = &(forward[size_t(l)].*row.field), *b = &(backward[size_t(l)].*row.field);
         const std::string name = str("layers.", l, ".", row.name);
         const DType dtype = row.dtype.value_or(shape.dtype);
-        const bool recomputed = shape.training && row.recomputed != KEPT && shape.recompute >= row.recomputed;
+        const bool recomputed = shape.training && row.recomputed != KEPT && shape.recompute_in(l) >= row.recomputed;
         const bool in_backward = shape.training && row.last_backward != NONE;
         const int64_t first = time.forward(l, row.first);
         const int64_t last_backward = in_backward ? time.backward(l, row.last_backward) : time.recompute(l);

@@ -1,6 +1,7 @@
 #include "driver/fit.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "runtime/error.h"
 #include "runtime/files/log.h"
@@ -18,7 +19,8 @@ struct FitStep {
     bool offload_inputs = false;
 };
 constexpr const char* FIT_STATE[] = {" --optimizer-dtype bf16", " --master-weights off", " --grad-dtype bf16"};
-constexpr const char *NOT_MEASURED = "speed not measured", *THIRD = "up to a third more time";
+constexpr const char *NOT_MEASURED = "speed not measured", *THIRD = "up to a third more time",
+                     *SOME_LAYERS = "each of these layers takes up to a third more time";
 constexpr FitStep FIT_STEPS[] = {
     {Recompute::None, 0, "nothing is recomputed"},
     {Recompute::Activation, 0, "96% of the speed with GPT-2 124M on an H100"},
@@ -47,31 +49,40 @@ bool offloads(const RunOptions& o, const char* what) {
     return o.offload.find(what) != std::string::npos;
 }
 
-// Applies a step to the options and appends what it changes, as it is written. False: it would undo an option that is
-// given, or change nothing.
-bool apply(const FitStep& step, int64_t world, const Target& target, RunOptions& o, std::string& changes) {
-    if (step.recompute < o.recompute || (step.state > 1 && (offloads(o, "master") || o.lora.on()))) return false;
-    if (step.offload_inputs && (offloads(o, "activations") || target.device == Device::CPU)) return false;
+struct Applied {
+    RunOptions options;
+    std::string changes;  // as they are written
+};
+
+// A step added to options and to what they change already, with its level of recomputation in the first `layers`.
+// Nothing: it would undo an option that is given, or change nothing.
+std::optional<Applied> apply(const FitStep& step, int64_t layers, int64_t world, const Target& target,
+                             Applied applied) {
+    RunOptions& o = applied.options;
+    if (step.recompute < o.recompute || (step.state > 1 && (offloads(o, "master") || o.lora.on()))) return {};
+    if (step.offload_inputs && (offloads(o, "activations") || target.device == Device::CPU)) return {};
     const bool given[] = {o.optimizer_dtype == "bf16", !o.master_weights || o.model.type() == DType::F32,
                           o.grad_dtype == "bf16"};
-    if (step.state > 0 && given[step.state - 1]) return false;  // the step before it is the same
-    static const char* const levels[] = {"none", "activation", "norms", "block"};
-    if (step.recompute > o.recompute) changes += str(" --recompute ", levels[size_t(step.recompute)]);
+    if (step.state > 0 && given[step.state - 1]) return {};  // the step before it is the same
+    if (step.recompute > o.recompute) {
+        o.recompute = step.recompute;
+        o.recompute_layers = layers;
+        applied.changes += str(" --recompute ", o.recompute_text());
+    }
     for (int i = 0; i < step.state; i++)
-        if (!given[i]) changes += FIT_STATE[i];
+        if (!given[i]) applied.changes += FIT_STATE[i];
     if (step.state > 2 && world == 1 && target.device == Device::CUDA && o.model.type() == DType::BF16) {
         o.grad_rounding = "nearest";  // faster, and less memory
-        changes += " --grad-rounding nearest";
+        applied.changes += " --grad-rounding nearest";
     }
     if (step.offload_inputs) {
         o.offload = o.offload == "none" ? "activations" : o.offload + ",activations";
-        changes += " --offload " + o.offload;
+        applied.changes += " --offload " + o.offload;
     }
-    o.recompute = step.recompute;
     if (step.state > 0) o.optimizer_dtype = "bf16";
     if (step.state > 1) o.master_weights = false;
     if (step.state > 2) o.grad_dtype = "bf16";
-    return true;
+    return applied;
 }
 
 // In descending order.
@@ -88,23 +99,41 @@ std::vector<int64_t> divisors(int64_t n) {
 
 }  // namespace
 
-FitReport find_fit(RunOptions& o, int64_t world, const Target& target, int64_t available,
+FitReport find_fit(RunOptions& o, int64_t layers, int64_t world, const Target& target, int64_t available,
                    const std::function<int64_t(const RunOptions&)>& bytes) {
     FitReport report{{}, available};
     const int64_t last_stage = world == 1 ? o.sharding.zero_stage : o.lora.nf4 ? 2 : 3;
+    const auto try_out = [&](const FitStep& step, const Applied& tried) {
+        report.tried.push_back(
+            {tried.changes.empty() ? "" : tried.changes.substr(1), step.reason, bytes(tried.options)});
+        return report.found();
+    };
     for (const int64_t batch_size : divisors(o.batch_size)) {
         for (const FitStep& step : FIT_STEPS) {
             for (int64_t stage = o.sharding.zero_stage; stage <= last_stage; stage++) {
-                RunOptions tried = o;
-                std::string changes;
-                if (batch_size < o.batch_size) changes += str(" --batch-size ", batch_size);
-                if (stage > o.sharding.zero_stage) changes += str(" --zero-stage ", stage);
-                if (!apply(step, world, target, tried, changes)) continue;
-                tried.batch_size = batch_size;
-                tried.sharding.zero_stage = stage;
-                report.tried.push_back({changes.empty() ? "" : changes.substr(1), step.reason, bytes(tried)});
-                if (!report.found()) continue;
-                o = tried;
+                Applied sizes{o, ""};
+                if (batch_size < o.batch_size) sizes.changes += str(" --batch-size ", batch_size);
+                if (stage > o.sharding.zero_stage) sizes.changes += str(" --zero-stage ", stage);
+                sizes.options.batch_size = batch_size;
+                sizes.options.sharding.zero_stage = stage;
+                std::optional<Applied> tried = apply(step, ALL_LAYERS, world, target, sizes);
+                if (!tried || !try_out(step, *tried)) continue;
+                if (step.recompute == Recompute::Block && o.recompute == Recompute::None) {
+                    // The fewest layers with which it fits: each one more takes less memory.
+                    int64_t fewest = layers;
+                    for (int64_t low = 1; low < fewest;) {
+                        const int64_t middle = (low + fewest) / 2;
+                        if (bytes(apply(step, middle, world, target, sizes)->options) <= available)
+                            fewest = middle;
+                        else
+                            low = middle + 1;
+                    }
+                    if (fewest < layers) {
+                        tried = apply(step, fewest, world, target, sizes);
+                        try_out({step.recompute, step.state, SOME_LAYERS, step.offload_inputs}, *tried);
+                    }
+                }
+                o = tried->options;
                 return report;
             }
         }

@@ -15,8 +15,10 @@ struct FitReport {
         std::string options, reason;  // the options to add, "" for those given; its speed, as far as known
         int64_t bytes;
     };
-    std::vector<Try> tried;  // the one expected to be fastest first; if one fits, it is the last
-    int64_t available = 0;   // bytes
+    // The one expected to be fastest first. If one fits, it is the last; so may be the one before it, with --recompute
+    // block in more layers.
+    std::vector<Try> tried;
+    int64_t available = 0;  // bytes
 
     bool found() const { return !tried.empty() && tried.back().bytes <= available; }
     // For the error if nothing was found: the least that was tried, and what else helps.
@@ -24,7 +26,7 @@ struct FitReport {
 };
 
 // Changes the options to the first ones that fit into `available` bytes, or leaves them. The search adds recomputation,
-// smaller state and offload to the options that are given, and takes none of them away. world: ranks; with several it
-// tries --zero-stage, too. bytes: how many a run with such options needs.
-FitReport find_fit(RunOptions& options, int64_t world, const Target& target, int64_t available,
+// smaller state and offload to the options that are given, and takes none of them away. layers: of the model. world:
+// ranks; with several it tries --zero-stage, too. bytes: how many a run with such options needs.
+FitReport find_fit(RunOptions& options, int64_t layers, int64_t world, const Target& target, int64_t available,
                    const std::function<int64_t(const RunOptions&)>& bytes);

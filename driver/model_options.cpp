@@ -7,6 +7,11 @@
 #include "runtime/device/device.h"
 #include "runtime/error.h"
 
+std::string RunOptions::recompute_text() const {
+    const std::string level = RECOMPUTE_NAMES[size_t(recompute)];
+    return recompute_layers == ALL_LAYERS ? level : str(level, ":", recompute_layers);
+}
+
 DType ModelOptions::type() const {
     return float_type(dtype);
 }

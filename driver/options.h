@@ -52,6 +52,7 @@ constexpr Names<4> SCHEDULE_NAMES = {"cosine", "linear", "constant", "wsd"};
 // previous ones.
 enum class Recompute : uint8_t { None, Activation, Norms, Block };
 constexpr Names<4> RECOMPUTE_NAMES = {"none", "activation", "norms", "block"};
+constexpr int64_t ALL_LAYERS = INT64_MAX;
 
 // Whether the MLP's activation function is fused into the matmuls around it (16-bit training): its gradient only, or
 // both passes.
@@ -106,6 +107,8 @@ struct RunOptions {
     OptimizerType optimizer = OptimizerType::AdamW;  // of hidden matrices
     std::string optimizer_dtype = "fp32", grad_dtype = "fp32", grad_rounding = "stochastic", offload = "none";
     Recompute recompute = Recompute::None;
+    int64_t recompute_layers = ALL_LAYERS;  // the first so many; the others keep everything
+    std::string recompute_text() const;     // "block:20"
     ActivationEpilogue activation_epilogue = ActivationEpilogue::Both;
     bool master_weights = true, nondeterministic = false;
     Fp8Options fp8;

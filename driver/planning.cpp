@@ -97,6 +97,7 @@ RunShape run_shape(const RunOptions& o, const Model& model, const Target& target
     RunShape shape = training_shape(o.batch_size, o.seq_len, o.model.type());
     shape.target = target;
     shape.recompute = o.recompute;
+    shape.recompute_layers = o.recompute_layers;
     shape.world = model.sharding.world;
     shape.update_bytes = update_workspace_bytes(model, MUON_ROUND_BYTES, target);
     if (shape.dtype != DType::F32) shape.activation_epilogue = o.activation_epilogue;

@@ -137,8 +137,8 @@ std::vector<std::pair<std::string, double>> pair_metrics(const PairSums& s, doub
     std::vector<std::pair<std::string, double>> metrics = {
         {"rewards_chosen", s[PAIR_CHOSEN_REWARD] / pairs},
         {"rewards_rejected", s[PAIR_REJECTED_REWARD] / pairs},
-        {"margin", (s[PAIR_CHOSEN_REWARD] - s[PAIR_REJECTED_REWARD]) / pairs},
-        {"accuracy", s[PAIR_ACCURATE] / pairs},
+        {"rewards_margin", (s[PAIR_CHOSEN_REWARD] - s[PAIR_REJECTED_REWARD]) / pairs},
+        {"rewards_accuracy", s[PAIR_ACCURATE] / pairs},
         {"logp_chosen", s[PAIR_CHOSEN_LOGP] / s[PAIR_CHOSEN_TOKENS]},
         {"logp_rejected", s[PAIR_REJECTED_LOGP] / s[PAIR_REJECTED_TOKENS]}};
     if (has_reference(method))

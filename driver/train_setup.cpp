@@ -555,7 +555,7 @@ void TrainSetup::set_memory_options(const RunOptions& options, int64_t world) {
     micro_steps = o.total_batch_tokens / (o.batch_size * o.seq_len * world);
     set_toml(o.toml, "batch-size", std::to_string(o.batch_size));
     set_toml(o.toml, "zero-stage", std::to_string(o.sharding.zero_stage));
-    set_toml(o.toml, "recompute", str('"', RECOMPUTE_NAMES[size_t(o.recompute)], '"'));
+    set_toml(o.toml, "recompute", str('"', o.recompute_text(), '"'));
     set_toml(o.toml, "master-weights", o.master_weights ? "\"on\"" : "\"off\"");
     const std::pair<const char*, const std::string&> names[] = {{"optimizer-dtype", o.optimizer_dtype},
                                                                 {"grad-dtype", o.grad_dtype},
@@ -574,8 +574,9 @@ std::string describe_source(const TrainingData& data, int64_t sequences, int64_t
     const ExamplePacking& p = *data.train_packing;
     char padding[16];
     std::snprintf(padding, sizeof padding, "%.1f%%", 100 * double(p.padding()) / double(sequences * p.seq_len()));
-    return str(tokens, ": ", with_commas(p.num_examples()), " examples in ", in_sequences, " (", padding, " padding, ",
-               with_commas(p.num_too_long()), " longer examples left out)");
+    const char* const kind = p.has_pairs() ? " pairs" : " examples";
+    return str(tokens, ": ", with_commas(p.has_pairs() ? p.num_pairs() : p.num_examples()), kind, " in ", in_sequences,
+               " (", padding, " padding, ", with_commas(p.num_too_long()), " longer", kind, " left out)");
 }
 
 }  // namespace

@@ -29,7 +29,7 @@ namespace {
 
 // Changes the options to the first with which the run fits, if there are any.
 FitReport search(RunOptions& options, const ModelConfig& config, const Context& ctx, int64_t available) {
-    return find_fit(options, ctx.world, this_target(), available, [&](const RunOptions& tried) {
+    return find_fit(options, config.layers, ctx.world, this_target(), available, [&](const RunOptions& tried) {
         const Model model = model_of(tried, config, ctx.rank, ctx.world);
         const Activations acts(config, run_shape(tried, model));
         return memory_plan(model, acts, gradient_options(tried)).total;
@@ -352,8 +352,8 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
         for (const auto& [name, value] : pair_metrics(sums, double(q.loss_terms), preference->method))
             line[name] = value;
         char part[64];
-        std::snprintf(part, sizeof part, "  accuracy %.3f  margin %.4f", line["accuracy"].get<double>(),
-                      line["margin"].get<double>());
+        std::snprintf(part, sizeof part, "  accuracy %.3f  margin %.4f", line["rewards_accuracy"].get<double>(),
+                      line["rewards_margin"].get<double>());
         of_pairs = part;
     }
     if (acts.fp8) {
@@ -420,8 +420,8 @@ std::pair<double, std::string> Trainer::evaluate_pairs_of(size_t k, ordered_json
     for (const auto& [name, value] : pair_metrics(e.sums, double(e.pairs), acts.shape.preference->method))
         entry["val_" + name] = value;
     char part[128];
-    std::snprintf(part, sizeof part, "  val_loss %.4f  val_accuracy %.4f  val_margin %.4f", e.loss(),
-                  entry["val_accuracy"].get<double>(), entry["val_margin"].get<double>());
+    std::snprintf(part, sizeof part, "  val_loss %.4f  accuracy %.4f  margin %.4f", e.loss(),
+                  entry["val_rewards_accuracy"].get<double>(), entry["val_rewards_margin"].get<double>());
     return {e.loss(), part};
 }
 

@@ -223,9 +223,9 @@ void cross_entropy_backward(Tensor logits, Tensor losses, Tensor dlosses, Tensor
         dispatch_width<T>(z.Vp % FULL_WIDTH<T> == 0 && rows_aligned({logits}), [&](auto width) {
             constexpr int W = decltype(width)::value;
             const auto kernel = softcap ? backward_kernel<true, W, T> : backward_kernel<false, W, T>;
-            kernel<<<grid_of(z.N), BACKWARD_THREADS, 0, cuda_stream(stream)>>>(
-                logits.as<T>(), row_stride(logits), losses.as<float>(), dlosses.as<float>(), targets.as<int32_t>(), V,
-                z.Vp, softcap);
+            kernel<<<grid_of(z.N), BACKWARD_THREADS, 0, cuda_stream(stream)>>>(logits.as<T>(), row_stride(logits),
+                                                                               losses.as<float>(), dlosses.as<float>(),
+                                                                               targets.as<int32_t>(), V, z.Vp, softcap);
         });
     });
     check_launch(op, stream);

@@ -28,7 +28,7 @@ void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets
 
 // The gradient alone, for losses that cross_entropy_forward computed from the same logits: overwrites them with
 // dlogits. dlosses [n] fp32: the gradient of each token's loss, instead of dloss; of ignored tokens any value, also
-// NaN. softmax p is exp((z − z[target]) − loss): its relative error is some u·(1 + loss + |ln p|), u = 2⁻²⁴, because
-// the loss is fp32.
+// NaN. The softmax p is exp((z − z[target]) − loss). Its relative error is some u·(1 + loss + |ln p|), u = 2⁻²⁴,
+// because the loss is fp32.
 void cross_entropy_backward(Tensor logits, Tensor losses, Tensor dlosses, Tensor targets, int64_t V, Softcap softcap,
                             Stream stream);

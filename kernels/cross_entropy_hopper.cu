@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(THREADS)
     if (n < N) scale_row<W>(dinp + n * stride, C, dloss * expf(-losses[n]));
 }
 
-// rows[n] *= r[n] of a token with a gradient of its own, dlosses[n]·exp(−loss[n]): 0 where the target is ignored, whatever
-// dlosses holds there. A warp for each token.
+// rows[n] *= r[n] of a token with a gradient of its own, dlosses[n]·exp(−loss[n]): 0 where the target is ignored,
+// whatever dlosses holds there. A warp for each token.
 template <int W>
 __global__ void __launch_bounds__(THREADS)
     scale_by_token_kernel(bf16* rows, int64_t stride, const float* losses, const float* dlosses, const int32_t* targets,

@@ -8,7 +8,8 @@ void for_each_own_batch(const Context& ctx, const EvalBatches& batches, const st
         if (first + ctx.rank >= batches.num_batches()) {
             std::fill(batch.targets.begin(), batch.targets.end(), Batch::NO_TARGET);
             batch.pairs.clear();
-            batch.loss_tokens = batch.pairs_of_all_ranks = 0;
+            batch.pairs_of_all_ranks = 0;
+            batch.loss_tokens = 0;
         }
         f(batch);
     }

@@ -7,7 +7,7 @@
     scripts/plot_log.py runs/a runs/b --names AdamW Muon --top 3
     scripts/plot_log.py runs/a runs/b --html                 also loss.html: one page with all panels, to zoom into
 
-Training values are drawn raw (faint) and smoothed; validation losses are dots. --x selects the x axis: steps, training
+Training values are drawn raw (faint) and smoothed; those of validation are dots. --x selects the x axis: steps, training
 tokens, or minutes or hours of training without evaluations. --names gives the runs other names than those of their
 directories. --top cuts off the losses above it, so that the end of a run is easier to see. The page needs no network
 and no other file. Without matplotlib it prints one line and draws nothing (exit status 3, so that callers can tell it
@@ -24,7 +24,8 @@ from printable import printable
 from run_log import LogError, log_path, read_log, run_name, smoothed, values
 
 LABELS = {"loss": "loss (nats per token)", "lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second",
-          "mfu": "MFU", "ms": "ms per step"}
+          "mfu": "MFU", "ms": "ms per step", "rewards_margin": "margin of the rewards",
+          "rewards_accuracy": "accuracy of the rewards", "kl": "log-ratio to the reference (nats per token)"}
 SCORES = {"accuracy": "accuracy", "accuracy_norm": "accuracy per character",
           "perplexity": "perplexity of last words"}  # of evaluations
 X_LABELS = {"step": "step", "tokens": "tokens", "minutes": "minutes", "hours": "hours"}
@@ -72,7 +73,7 @@ def draw(names, logs, keys, x, top, output):
             if xs:
                 axes.plot(xs, smoothed(ys), color=colour, label=f"{name}: training", linewidth=1.5)
                 axes.plot(xs, ys, color=colour, alpha=0.2, linewidth=0.7)
-            xs, ys = values(validation, "val_loss", x) if key == "loss" else ([], [])
+            xs, ys = values(validation, "val_" + key, x)
             if xs:
                 axes.plot(xs, ys, "o--", color=colour, markersize=4, linewidth=0.8,
                           label=f"{name}: validation, {ys[-1]:.3f} at the end")
@@ -106,7 +107,7 @@ def page(names, logs, x):
     from plotly import graph_objects, subplots
 
     keys = [key for key in LABELS if any(values(training, key)[0] for training, _ in logs) or
-            key == "loss" and any(values(validation, "val_loss")[0] for _, validation in logs)]
+            any(values(validation, "val_" + key)[0] for _, validation in logs)]
     keys += [key for key in SCORES if any(values(validation, key)[0] for _, validation in logs)]
     if not keys:
         raise LogError("the logs hold no number to draw; train some steps first")
@@ -123,7 +124,7 @@ def page(names, logs, x):
             mode = "lines+markers" if key in SCORES else "lines"
             figure.add_trace(graph_objects.Scattergl(x=xs, y=ys, line=line, mode=mode, name=name,
                                                      showlegend=row == 1, **options), row, 1)
-            xs, ys = values(validation, "val_loss", x) if key == "loss" else ([], [])
+            xs, ys = values(validation, "val_" + key, x)
             if xs:
                 figure.add_trace(graph_objects.Scattergl(x=xs, y=ys, mode="lines+markers", line={**line, "dash": "dot"},
                                                          name=f"{name}: validation", **options), row, 1)

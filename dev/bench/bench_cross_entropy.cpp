@@ -46,8 +46,7 @@ void backward(benchmark::State& state, DType T) {
     const Problem p(state, T);
     const BenchArray dlosses({p.n});
     cross_entropy_forward(p.losses, p.logits, p.targets, p.V, {}, Stream{});
-    run_bench(state,
-              [&] { cross_entropy_backward(p.logits, p.losses, dlosses, p.targets, p.V, {}, Stream{}); });
+    run_bench(state, [&] { cross_entropy_backward(p.logits, p.losses, dlosses, p.targets, p.V, {}, Stream{}); });
     report_bytes(state, 2 * p.logits.bytes());
 }
 

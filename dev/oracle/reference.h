@@ -453,7 +453,7 @@ inline Capped softcap(double x, const Softcap& s) {
 }
 
 struct CrossEntropy {
-    Values losses, dlogits;              // [N], [N, Vp]
+    Values losses, dlogits;               // [N], [N, Vp]
     std::vector<double> mag_from_losses;  // of dlogits with p = exp((z − z_t) − loss), from a loss that is rounded
 };
 

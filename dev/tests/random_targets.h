@@ -22,7 +22,7 @@ inline std::vector<double> random_dlosses(const std::vector<int32_t>& targets) {
     std::vector<double> dlosses;
     for (size_t n = 0; n < targets.size(); n++) {
         const bool ignored = targets[n] == IGNORE_TARGET;
-        dlosses.push_back(ignored     ? std::numeric_limits<double>::quiet_NaN()
+        dlosses.push_back(ignored      ? std::numeric_limits<double>::quiet_NaN()
                           : n % 5 == 4 ? 0
                                        : double(float(0.37 * normal01(10, 0, n))));
     }

@@ -20,10 +20,12 @@ RunOptions bf16_run(int64_t batch_size = 6) {
     return o;
 }
 
-// 100 bytes a sequence and 1,000 for the state. Each saving takes off a different power of two.
+// 100 bytes a sequence and 1,000 for the state. Each saving takes off a different power of two, recomputation a quarter
+// of it in each of 4 layers.
 int64_t bytes_of(const RunOptions& o) {
     int64_t bytes = 1000 + 100 * o.batch_size - 100 * o.sharding.zero_stage;
-    bytes -= 4 * int64_t(o.recompute) + 16 * (o.optimizer_dtype == "bf16") + 32 * !o.master_weights;
+    bytes -= std::min<int64_t>(o.recompute_layers, 4) * int64_t(o.recompute) + 16 * (o.optimizer_dtype == "bf16") +
+             32 * !o.master_weights;
     return bytes - 64 * (o.grad_dtype == "bf16") - 128 * (o.offload != "none");
 }
 
@@ -39,21 +41,24 @@ TEST(Fit, TakesTheFirstThatFits) {
         {1583, "--recompute activation --optimizer-dtype bf16"},
         {1575, "--optimizer-dtype bf16 --master-weights off"},
         {1500, all_bf16},
-        {1479, "--recompute block " + all_bf16},
-        {1475, "--recompute block --offload activations"},
-        {1459, "--recompute block --optimizer-dtype bf16 --offload activations"},
+        {1479, "--recompute block:3 " + all_bf16},
+        {1478, "--recompute block " + all_bf16},
+        {1475, "--recompute block:1 --offload activations"},
+        {1460, "--recompute block --offload activations"},
+        {1459, "--recompute block:1 --optimizer-dtype bf16 --offload activations"},
         {1347, "--batch-size 3"},
         {1299, "--batch-size 3 --recompute activation"},
     };
     for (const auto& [available, options] : cases) {
         RunOptions o = given;
-        const FitReport fit = find_fit(o, 1, gpu_target(), available, bytes_of);
+        const FitReport fit = find_fit(o, 4, 1, gpu_target(), available, bytes_of);
         ASSERT_TRUE(fit.found()) << available;
         EXPECT_EQ(fit.tried.back().options, options) << available;
         EXPECT_EQ(fit.tried.back().bytes, bytes_of(o)) << available;
         EXPECT_LE(bytes_of(o), available);
         EXPECT_EQ(o.grad_rounding, o.grad_dtype == "bf16" ? "nearest" : "stochastic");
-        for (size_t i = 0; i + 1 < fit.tried.size(); i++) EXPECT_GT(fit.tried[i].bytes, available);
+        const bool some_layers = options.find("block:") != std::string::npos;  // then all layers would fit, too
+        for (size_t i = 0; i + 1 + some_layers < fit.tried.size(); i++) EXPECT_GT(fit.tried[i].bytes, available);
     }
 }
 
@@ -64,7 +69,7 @@ TEST(Fit, TriesDivisorsOfTheBatchSize) {
                                             {(int64_t(1) << 40) - 87, {(int64_t(1) << 40) - 87, 1}}}) {  // a prime
         RunOptions o = bf16_run(batch_size);
         std::vector<int64_t> tried;
-        find_fit(o, 1, gpu_target(), 0, [&](const RunOptions& run) {
+        find_fit(o, 4, 1, gpu_target(), 0, [&](const RunOptions& run) {
             if (tried.empty() || tried.back() != run.batch_size) tried.push_back(run.batch_size);
             return run.batch_size;
         });
@@ -79,7 +84,7 @@ TEST(Fit, TriesNothingTwiceAndUndoesNothing) {
     o.offload = "optimizer";
     o.sharding.zero_stage = 1;
     const RunOptions given = o;
-    const FitReport fit = find_fit(o, 4, gpu_target(), 0, [&](const RunOptions& tried) {
+    const FitReport fit = find_fit(o, 4, 4, gpu_target(), 0, [&](const RunOptions& tried) {
         EXPECT_GE(tried.recompute, given.recompute);
         EXPECT_EQ(tried.optimizer_dtype, "bf16");
         EXPECT_EQ(tried.offload.find("optimizer"), 0U) << tried.offload;
@@ -108,7 +113,7 @@ TEST(Fit, TriesNothingTwiceAndUndoesNothing) {
 TEST(Fit, LeavesOutWhatHasNoEffect) {
     const auto tried_words = [](RunOptions o, int64_t world, const Target& target) {
         std::string all;
-        for (const FitReport::Try& t : find_fit(o, world, target, 0, bytes_of).tried) all += t.options + "\n";
+        for (const FitReport::Try& t : find_fit(o, 4, world, target, 0, bytes_of).tried) all += t.options + "\n";
         return all;
     };
     const auto has = [](const std::string& all, const char* word) { return all.find(word) != std::string::npos; };

@@ -136,13 +136,12 @@ void check_calls(DType T, const Case& c, bool exact, Stream stream) {
 
     const reference::Values z =
         reference::matmul_forward(x.data(), w.data(), c.biased ? bias.data() : nullptr, n, C, Vp);
-    const reference::CrossEntropy ce = reference::cross_entropy(z.value.data(), target_ids.data(), IGNORE_TARGET,
-                                                                1, n, V, Vp, c.softcap);
+    const reference::CrossEntropy ce =
+        reference::cross_entropy(z.value.data(), target_ids.data(), IGNORE_TARGET, 1, n, V, Vp, c.softcap);
     const std::vector<double> d = scaled_rows(ce.dlogits.value, dloss);
     // An error of a logit moves the loss by p·error and its own error, a gradient by p·(that and its own error).
     std::vector<double> loss_mag = ce.losses.mag, loss_noise(size_t(n), 0.0);
-    std::vector<double> d_mag =
-        scaled_rows(c.by_token ? ce.mag_from_losses : ce.dlogits.mag, absolute(dloss));
+    std::vector<double> d_mag = scaled_rows(c.by_token ? ce.mag_from_losses : ce.dlogits.mag, absolute(dloss));
     std::vector<double> d_noise = absolute(d);
     for (int64_t i = 0; i < n; i++) {
         if (target_ids[size_t(i)] == IGNORE_TARGET) continue;
@@ -202,13 +201,14 @@ void check(DType T, Case c, bool exact, Stream stream) {
     check_calls(T, c, exact, stream);
 }
 
-// Equal gradients of all tokens, given as one number and for each token. Both forms are within the bounds of check(), and
-// so their difference is within twice those: with logits of a deviation of 1 and losses of some 7, u·10 in fp32; in 16
-// bits the roundings of dlogits or of the factors, and of dinp: 2·√3 roundings.
+// Equal gradients of all tokens, given as one number and for each token. Both forms are within the bounds of check(),
+// and so their difference is within twice those: with logits of a deviation of 1 and losses of some 7, u·10 in fp32; in
+// 16 bits the roundings of dlogits or of the factors, and of dinp: 2·√3 roundings.
 void check_forms_agree(DType T, Stream stream) {
     const int64_t n = 60, V = 777, Vp = 832, C = 136;
     const TestArray weight = TestArray::random(T, {Vp, C}, 2, 1 / std::sqrt(double(C)));
-    const TestArray targets = TestArray::ints(random_targets(n, V, true), {n}), logits = TestArray::poisoned(T, {n, Vp});
+    const TestArray targets = TestArray::ints(random_targets(n, V, true), {n}),
+                    logits = TestArray::poisoned(T, {n, Vp});
     const TestArray dlosses = TestArray::of(std::vector<double>(size_t(n), 0.37), {n});
     std::vector<std::vector<double>> results[2];
     for (const bool by_token : {false, true}) {
@@ -231,7 +231,8 @@ void check_forms_agree(DType T, Stream stream) {
     expect_same_bits("losses", results[0][0], results[1][0]);
     const double limit = T == DType::F32 ? 20 * UNIT_ROUNDOFF : T == DType::BF16 ? 7e-3 : 9e-4;
     for (const size_t i : {1, 2})
-        EXPECT_LE(rms(difference(results[0][i], results[1][i])), limit * rms(results[0][i])) << (i == 1 ? "dinp" : "dweight");
+        EXPECT_LE(rms(difference(results[0][i], results[1][i])), limit * rms(results[0][i]))
+            << (i == 1 ? "dinp" : "dweight");
 }
 
 // Hopper's tiles have 128 x 192 logits.
@@ -291,7 +292,8 @@ TEST(LinearCrossEntropyArguments, InvalidArgumentsAreErrors) {
     expect_error([&] { linear_cross_entropy_gradient(head, blas.stream); },
                  "cross_entropy_backward: V is 17, expected 1 … 16, the columns of logits");
     head.V = 16;
-    expect_error([&] { linear_cross_entropy_gradient(head, blas.stream); }, "cross_entropy_backward: dlosses is missing");
+    expect_error([&] { linear_cross_entropy_gradient(head, blas.stream); },
+                 "cross_entropy_backward: dlosses is missing");
     head.dinp = logits;
     expect_error([&] { linear_cross_entropy(head, blas.stream); },
                  "matmul_backward_input: dinp is fp32 [3, 16], expected fp32 [3, 8]");

@@ -13,8 +13,8 @@ namespace {
 using Method = PreferenceMethod;
 constexpr double NOT_A_NUMBER = std::numeric_limits<double>::quiet_NaN();
 
-const PreferenceOptions ALL[] = {{Method::DPO, 0.1f},       {Method::DPO, 1, 0.1f},        {Method::DPO, 0.01f, 0.45f},
-                                 {Method::IPO, 0.1f},       {Method::IPO, 0.001f},         {Method::SimPO, 2, 0, 1},
+const PreferenceOptions ALL[] = {{Method::DPO, 0.1f},       {Method::DPO, 1, 0.1f},         {Method::DPO, 0.01f, 0.45f},
+                                 {Method::IPO, 0.1f},       {Method::IPO, 0.001f},          {Method::SimPO, 2, 0, 1},
                                  {Method::SimPO, 10, 0, 3}, {Method::SimPO, 2.5f, 0.2f, 0}, {Method::ORPO, 0.1f},
                                  {Method::ORPO, 1}};
 
@@ -43,8 +43,8 @@ std::vector<Pair> random_pairs(double mean, uint64_t seed) {
     const int64_t tokens[][2] = {{1, 1}, {1, 2}, {3, 1}, {31, 65}, {255, 256}, {257, 400}, {1000, 4100}};
     std::vector<Pair> pairs;
     for (const auto& t : tokens) {
-        pairs.push_back({random_side(t[0], mean, seed + 2 * pairs.size()),
-                         random_side(t[1], mean, seed + 2 * pairs.size() + 1)});
+        pairs.push_back(
+            {random_side(t[0], mean, seed + 2 * pairs.size()), random_side(t[1], mean, seed + 2 * pairs.size() + 1)});
     }
     return pairs;
 }
@@ -87,7 +87,8 @@ Result run(const PreferenceOptions& options, const Batch& batch, float scale = 1
     const TestArray losses = TestArray::of(batch.loss_values, {batch.n()}),
                     reference = TestArray::of(batch.reference_values, {batch.P(), 2}),
                     rows = TestArray::ints(batch.row_values, {batch.P(), 3}),
-                    stats = TestArray::poisoned({batch.P(), NUM_PAIR_STATS}), dlosses = TestArray::poisoned({batch.n()});
+                    stats = TestArray::poisoned({batch.P(), NUM_PAIR_STATS}),
+                    dlosses = TestArray::poisoned({batch.n()});
     PreferenceLoss x;
     x.stats = stats;
     if (gradient) x.dlosses = dlosses;
@@ -104,8 +105,8 @@ Result run(const PreferenceOptions& options, const Batch& batch, float scale = 1
     return {stats.fetch(), dlosses.fetch()};
 }
 
-// Sums and formulas are in fp64 and the result is rounded to fp32: an error of u. The sums of 4,100 losses have relative
-// errors of at most 4100·2⁻⁵³. An error of h is a relative error of a small σ(h): for h up to 10⁴ at most
+// Sums and formulas are in fp64 and the result is rounded to fp32: an error of u. The sums of 4,100 losses have
+// relative errors of at most 4100·2⁻⁵³. An error of h is a relative error of a small σ(h): for h up to 10⁴ at most
 // 10⁴·4100·2⁻⁵³ = 4.6e-9, a tenth of u. In 1 − e^a the relative error of a small a stays. Together less than 2u.
 void expect_rounded(const std::string& what, double got, long double ref) {
     EXPECT_NEAR(got, double(ref), 2 * UNIT_ROUNDOFF * std::fabs(double(ref)) + 0x1p-126) << what;
@@ -262,7 +263,8 @@ TEST(PreferenceLoss, BitsDependOnThePairAlone) {
     const std::vector<Pair> pairs = random_pairs(1, 11);
     for (const PreferenceOptions& options : ALL) {
         const Result together = run(options, Batch(pairs, 0));
-        for (const int64_t gap : {1, 7, 33}) expect_same_bits("stats", together.stats, run(options, Batch(pairs, gap)).stats);
+        for (const int64_t gap : {1, 7, 33})
+            expect_same_bits("stats", together.stats, run(options, Batch(pairs, gap)).stats);
         for (size_t p = 0; p < pairs.size(); p++) {
             const Result alone = run(options, Batch({pairs[p]}, 5));
             for (size_t i = 0; i < NUM_PAIR_STATS; i++)
@@ -306,7 +308,8 @@ TEST(SumPairStats, MatchesFloat64) {
             for (int i = 0; i < NUM_PAIR_STATS; i++) {
                 double ref = accumulate ? 2.5 : 0;
                 for (int64_t p = 0; p < P; p++) ref += stats.values()[size_t(p * NUM_PAIR_STATS + i)];
-                EXPECT_NEAR(got[size_t(NUM_STEP_SUMS + SUM_LOSS + i)], ref, 1e-12 * (1 + std::fabs(ref))) << P << " " << i;
+                EXPECT_NEAR(got[size_t(NUM_STEP_SUMS + SUM_LOSS + i)], ref, 1e-12 * (1 + std::fabs(ref)))
+                    << P << " " << i;
             }
             for (int i = 0; i < NUM_STEP_SUMS + SUM_LOSS; i++) {
                 const double value = got[size_t(i)];
@@ -326,9 +329,8 @@ TEST(PreferenceLossArguments, WrongRowsAreErrors) {
         for (int i = 0; i < NUM_PAIR_STATS; i++) EXPECT_TRUE(std::isnan(r.stats[size_t(i)])) << i;
         for (const double x : r.dlosses) EXPECT_TRUE(std::isnan(x));
 #else
-        expect_error([&] { run({Method::DPO}, batch); },
-                     str("preference_loss: rows[0] is ", w[0], ", ", w[1], ", ", w[2],
-                         ", expected increasing numbers from 0 to 6"));
+        expect_error([&] { run({Method::DPO}, batch); }, str("preference_loss: rows[0] is ", w[0], ", ", w[1], ", ",
+                                                             w[2], ", expected increasing numbers from 0 to 6"));
 #endif
     }
 }
