@@ -10,8 +10,8 @@ A chosen response is the words of the prompt in reverse order; of the rejected o
 and half in any other. Both responses have the same words, so neither is preferred for its length or its words. The
 same --seed makes the same pairs; no prompt of val.jsonl is in train.jsonl.
 
-`score` has the model answer the first --prompts prompts of val.jsonl greedily (`train_gpt chat --temperature 0`) and prints
-how many answers are right, and the first ones.
+`score` has the model answer the first --prompts prompts of val.jsonl greedily (`train_gpt chat --temperature 0`) and
+prints how many answers are right, and the first ones.
 """
 import argparse
 import json

@@ -41,7 +41,8 @@ def steps_of(folder, T, batch_size, seed, steps):
 
 def loss_options(args):
     given = {"--label-smoothing": args.label_smoothing, "--simpo-margin": args.simpo_margin}
-    return ["--loss", args.loss, "--beta", args.beta, *(word for option in given.items() if option[1] for word in option)]
+    words = [word for option in given.items() if option[1] for word in option]
+    return ["--loss", args.loss, "--beta", args.beta, *words]
 
 
 def compare(args):

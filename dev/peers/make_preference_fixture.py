@@ -35,7 +35,8 @@ def make_pairs():
         chosen = rng.randint(max(8, length - LONGEST + 3), min(LONGEST, length - 6))  # tokens of the whole example
         rejected = length + 2 - chosen
         prompt = rng.randint(2, min(chosen, rejected) - 3)
-        ids = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (prompt, chosen - prompt - 1, rejected - prompt - 1)]
+        lengths_of_parts = prompt, chosen - prompt - 1, rejected - prompt - 1
+        ids = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in lengths_of_parts]
         pairs.append((ids[0], ids[1] + [END], ids[2] + [END]))
     return pairs
 

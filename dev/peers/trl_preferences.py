@@ -148,8 +148,8 @@ def step_of(pairs):
     for side, name in enumerate(("chosen", "rejected")):
         step["rewards_" + name] = mean([pair["rewards"][side] for pair in pairs])
         step["logp_" + name] = per_token("logps", [side])
-    step["margin"] = step["rewards_chosen"] - step["rewards_rejected"]
-    step["accuracy"] = mean([pair["rewards"][0] > pair["rewards"][1] for pair in pairs])
+    step["rewards_margin"] = step["rewards_chosen"] - step["rewards_rejected"]
+    step["rewards_accuracy"] = mean([pair["rewards"][0] > pair["rewards"][1] for pair in pairs])
     if "log_ratios" in pairs[0]:
         step["kl"] = per_token("log_ratios", [0, 1])
     return step

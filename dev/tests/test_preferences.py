@@ -25,7 +25,8 @@ CASES = {"dpo": {"loss": "dpo", "beta": 0.1}, "smoothed_dpo": {"loss": "dpo", "b
          "smoothed_simpo": {"loss": "simpo", "beta": 2.5, "simpo_margin": 0.5, "label_smoothing": 0.1},
          "orpo": {"loss": "orpo", "beta": 0.1}}
 STEPS, BATCH, SEQ_LEN, LR, SEED = 20, 4, 60, 1e-3, 42
-KEYS = {"loss", "rewards_chosen", "rewards_rejected", "margin", "accuracy", "logp_chosen", "logp_rejected", "kl"}
+KEYS = {"loss", "rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy", "logp_chosen",
+        "logp_rejected", "kl"}
 LOSS, EXAMPLE_START, REJECTED = 1, 2, 4  # flags of a token (data/token_files.h)
 
 
@@ -79,8 +80,8 @@ class Preferences(CommandsTest):
         self.assertEqual(len(ours), len(theirs))
         for number, (a, b) in enumerate(zip(ours, theirs), 1):
             # Of a model that is its own reference both rewards are 0, up to the order of sums.
-            own = abs(b["margin"]) < 1e-6
-            for key in KEYS & b.keys() - ({"accuracy"} if own else set()):
+            own = abs(b["rewards_margin"]) < 1e-6
+            for key in KEYS & b.keys() - ({"rewards_accuracy"} if own else set()):
                 self.assertAlmostEqual(a[key], b[key], delta=delta, msg=f"step {number}: {key}")
 
     def test_trl(self):
@@ -131,7 +132,7 @@ class Preferences(CommandsTest):
         self.same(off, stored, 1e-5)
         for key in "rewards_chosen", "rewards_rejected", "kl":
             self.assertAlmostEqual(stored[0][key], 0, delta=1e-6)
-        self.assertGreater(abs(stored[-1]["margin"]), 0.01)
+        self.assertGreater(abs(stored[-1]["rewards_margin"]), 0.01)
 
     @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
     def test_ranks(self):
@@ -194,7 +195,7 @@ class Preferences(CommandsTest):
         self.assertEqual([line["step"] for line in evaluations], [2, 4])
         for line in evaluations:
             self.assertEqual({"val_" + key for key in KEYS} - line.keys(), set())
-        self.assertGreater(evaluations[1]["val_margin"], evaluations[0]["val_margin"])
+        self.assertGreater(evaluations[1]["val_rewards_margin"], evaluations[0]["val_rewards_margin"])
 
     def test_refusals(self):
         text = write_tokens(self.path("text"), [3 + i % 90 for i in range(500)])
