@@ -22,6 +22,16 @@ from peer_main import peer_main
 from run_log import read_log
 
 
+def prompt_and_response(tokens, flags, example):
+    """What follows the loss tokens, as a template's last newline, is left out: nothing depends on it."""
+    begin, end = example
+    loss = begin + np.flatnonzero(flags[begin:end] & LOSS)
+    first, last = int(loss[0]), int(loss[-1]) + 1
+    if last - first != len(loss):
+        raise CurvesError(f"the example at token {begin} has loss tokens in several turns; trl has one response")
+    return tokens[begin:first], tokens[first:last]
+
+
 def steps_of(folder, T, batch_size, seed, steps):
     """The pairs of each step of a run: (prompt, chosen, rejected) as lists of ids."""
     tokens, flags = read_tokens(folder, "train").astype(int).tolist(), read_flags(folder, "train")
@@ -32,9 +42,8 @@ def steps_of(folder, T, batch_size, seed, steps):
         raise CurvesError(f"a training sequence of {T} tokens holds several pairs; lower --seq-len")
     pairs = []
     for [(chosen, rejected)] in sequences:
-        prompt = int(np.argmax(flags[slice(*chosen)] & LOSS))
-        pairs.append((tokens[chosen[0]:chosen[0] + prompt], tokens[chosen[0] + prompt:chosen[1]],
-                      tokens[rejected[0] + prompt:rejected[1]]))
+        prompt, response = prompt_and_response(tokens, flags, chosen)
+        pairs.append((prompt, response, prompt_and_response(tokens, flags, rejected)[1]))
     return [[pairs[window_of_sample(seed, step * batch_size + b, len(pairs))] for b in range(batch_size)]
             for step in range(steps)]
 
