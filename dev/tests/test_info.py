@@ -15,6 +15,16 @@ class InfoTest(BaseRunTest):
         self.assertEqual(plan["total_bytes"], sum(plan["bytes"].values()))
         less = run("plan", *MODEL, "--batch-size", 4, "--seq-len", 32, "--recompute", "block", "--json")
         self.assertLess(json.loads(less.stdout)["bytes"]["activations"], plan["bytes"]["activations"])
+        some = run("plan", *MODEL, "--batch-size", 4, "--seq-len", 32, "--recompute", "block:1", "--json")
+        self.assertLess(json.loads(less.stdout)["bytes"]["activations"],
+                        json.loads(some.stdout)["bytes"]["activations"])
+        for level in ("block:", "block:0", "block:-1", "none:1", "blocks", "block:1:2", "block:x"):
+            with self.subTest(level=level):
+                refused = run("plan", *MODEL, "--recompute", level)
+                self.assertEqual(refused.returncode, 2)
+                self.assertIn(f"--recompute: {level} is none of none, activation, norms, block", refused.stderr)
+        self.assertIn("--recompute block:99: the model has 2 layers",
+                      run("plan", *MODEL, "--recompute", "block:99").stderr)
         generate = json.loads(run("plan", *MODEL, "--batch-size", 4, "--seq-len", 64, "--generate", "--json").stdout)
         # k and v, layers, sequences, tokens of a page, channels, bytes; and the page table
         self.assertEqual(generate["bytes"]["KV cache"], 2 * 2 * 4 * 128 * 32 * 4 + 256)

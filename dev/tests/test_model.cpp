@@ -315,6 +315,32 @@ ModelConfig four_layers(ModelConfig config) {
     return config;
 }
 
+// Recomputation in the first layers alone: the same bits, in less memory the more layers there are.
+TEST_P(ModelVariants, RecomputationInSomeLayersHasTheSameBits) {
+    const ModelConfig c = four_layers(config());
+    for (const DType dtype : dtypes()) {
+        const auto run = [&](Recompute level, int64_t layers) {
+            RunShape shape = training_shape(B, T, dtype);
+            shape.recompute = level;
+            shape.recompute_layers = layers;
+            Driver d(c, shape);
+            d.randomise(3);
+            d.gradients({batch, random_batch(c, B, T, 6)});
+            return std::pair(d.grads(), d.acts.plan.bytes());
+        };
+        const auto [expected, all_kept] = run(Recompute::None, ALL_LAYERS);
+        for (const Recompute level : {Recompute::Activation, Recompute::Norms, Recompute::Block}) {
+            int64_t before = all_kept;
+            for (const int64_t layers : {1, 3}) {
+                const auto [gradients, bytes] = run(level, layers);
+                EXPECT_TRUE(same_bits(gradients, expected)) << int(level) << ", " << layers << " layers";
+                EXPECT_LE(bytes, before) << int(level) << ", " << layers << " layers";
+                before = bytes;
+            }
+        }
+    }
+}
+
 // The inputs of blocks that wait in host memory: in recorded micro-steps, and with a shorter batch between them.
 TEST_P(ModelVariants, OffloadedInputsHaveTheSameBits) {
     const ModelConfig c = four_layers(config());
