@@ -51,7 +51,7 @@ class Preferences(CommandsTest):
         cls.shared = tempfile.mkdtemp(prefix="train_gpt_test_")
         cls.addClassCleanup(shutil.rmtree, cls.shared)
         cls.data = write_pairs(os.path.join(cls.shared, "data"), cls.fixture["pairs"])
-        write_pairs(cls.data, cls.fixture["pairs"][:5], split="val")
+        write_pairs(cls.data, cls.fixture["pairs"][-5:], split="val")
 
     def setUp(self):
         self.top = tempfile.mkdtemp(prefix="train_gpt_test_")
@@ -125,6 +125,19 @@ class Preferences(CommandsTest):
                     if file.endswith(".safetensors"):
                         self.assertEqual(*(digest(os.path.join(folder, file)) for folder in last), file)
 
+    def test_resuming_without_the_reference(self):
+        """The weights that the reference is of are gone, unless the run trains adapters."""
+        for args in (), ("--lora-rank", 2):
+            data = write_pairs(self.path(f"data{len(args)}"), self.fixture["pairs"])
+            out = self.train(f"run{len(args)}", "--data", data, "--steps", 2, *args)
+            path = self.reference(data)
+            os.remove(path)
+            done = run("train", "--resume", "--out", out, "--steps", 4)
+            last = done.stderr.splitlines()[-1]
+            self.assertEqual((done.returncode, os.path.exists(path)), (0, True) if args else (1, False), last)
+            if not args:
+                self.assertIn(path + " is missing", last)
+
     def test_references_of_adapters(self):
         """Stored values, and those of each step with the adapters off, are the same."""
         stored = self.steps(self.train("stored", "--lora-rank", 2, "--lr", 1e-2))
@@ -190,8 +203,12 @@ class Preferences(CommandsTest):
                 file.truncate(40)
 
     def test_validation_pairs(self):
-        out = self.train("run", "--eval-every", 2)
-        evaluations = [line for line in log(out) if "val_loss" in line]
+        """They have references of their own."""
+        [unchanged] = [line for line in log(self.train("unchanged", "--lr", 0, "--steps", 1)) if "val_loss" in line]
+        self.assertAlmostEqual(unchanged["val_loss"], math.log(2), delta=1e-6)
+        for key in "val_rewards_chosen", "val_rewards_rejected", "val_kl":
+            self.assertAlmostEqual(unchanged[key], 0, delta=1e-6)
+        evaluations = [line for line in log(self.train("run", "--eval-every", 2)) if "val_loss" in line]
         self.assertEqual([line["step"] for line in evaluations], [2, 4])
         for line in evaluations:
             self.assertEqual({"val_" + key for key in KEYS} - line.keys(), set())
