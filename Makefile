@@ -157,8 +157,9 @@ ifeq ($(BACKEND),cuda)
   # The host's half of a .cu is compiled like a .cpp, so that it computes the same bits. nvcc hands it on with parentheses
   # of its own in declarations, which -Wparentheses would take for the author's.
   # Line numbers and several architectures make device code large; compressed it is a quarter.
+  NVCC_OPTIMISE := -O3 -lineinfo
   COMPILE_CU = $(call cuda,nvcc) -ccbin $(CXX) -std=c++20 $(GENCODE) -Xfatbin -compress-all --expt-relaxed-constexpr \
-                $(if $(DEBUG),-O0 -g -G,-O3 -lineinfo) \
+                $(if $(DEBUG),-O0 -g -G,$(NVCC_OPTIMISE)) \
                 $(addprefix -Xcompiler ,$(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) -Wno-parentheses) $(if $(WERROR),-Werror all-warnings) \
                 $(NVCCFLAGS)
 else ifeq ($(BACKEND),cpu)
@@ -203,9 +204,11 @@ DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuf
 # nlohmann/json then compile once for a directory and not in every file, which halves the time of a whole build. What the
 # data library takes of data/ is an object of its own, data/library/jumbo.cpp.o. Others stay as they are: families of models,
 # and kernels, define the same names in several files, and a sanitized build optimises files of runtime/ differently.
-JUMBO_DIRS := $(if $(filter no,$(JUMBO)),,commands data data/jinja data/library driver infer parallel runtime/device runtime/files runtime/model serve)
+JUMBO_DIRS := $(if $(filter no,$(JUMBO)),,commands data data/jinja data/library driver infer models parallel runtime/device runtime/files runtime/model serve)
 LIBRARY_GROUP := $(filter-out data/jinja/%,$(filter data/%,$(DATA_LIB_SOURCES)))
-jumbo_sources = $(if $(filter data/library,$(1)),$(LIBRARY_GROUP),$(filter-out $(filter-out data/jinja/%,$(DATA_LIB_SOURCES)),$(filter $(wildcard $(1)/*.cpp),$(SOURCES))))
+FAMILIES := $(shell grep -l '_family() {' models/*.cpp)
+UNGROUPED := $(filter-out data/jinja/%,$(DATA_LIB_SOURCES)) $(FAMILIES)
+jumbo_sources = $(if $(filter data/library,$(1)),$(LIBRARY_GROUP),$(filter-out $(UNGROUPED),$(filter $(wildcard $(1)/*.cpp),$(SOURCES))))
 GROUPED := $(foreach dir,$(JUMBO_DIRS),$(call jumbo_sources,$(dir)))
 # The objects of sources: groups, and single files.
 objects = $(patsubst %,$(BUILD)/%.o,$(foreach dir,$(JUMBO_DIRS),$(if $(filter $(call jumbo_sources,$(dir)),$(1)),$(dir)/jumbo.cpp)) \
@@ -244,8 +247,9 @@ PRECOMPILED := $(BUILD)/dev/gtest.h.gch
 ifneq ($(DEBUG),)
 else ifneq ($(SANITIZE),)
 # Checks of every pointer take a quarter of the time that tests compile in, and the address sanitizer finds most of what
-# they find: they are for the program's own sources only.
-$(BUILD)/dev/tests/%.cpp.o $(PRECOMPILED): private SANITIZER += $(if $(findstring undefined,$(SANITIZE)),-fno-sanitize=null$(COMMA)alignment$(COMMA)vptr)
+# they find: they are for the program's own sources only. So are line numbers, because GoogleTest prints those of tests.
+$(BUILD)/dev/tests/%.cpp.o $(PRECOMPILED): private SANITIZER += $(if $(findstring undefined,$(SANITIZE)),-fno-sanitize=null$(COMMA)alignment$(COMMA)vptr$(COMMA)pointer-overflow)
+$(BUILD)/dev/tests/%.cpp.o $(PRECOMPILED): private OPTIMISE := -O0
 # Of dev the random inputs of all tests, and the tests with the oracle's longest loops: they gain more time than the
 # compiler takes.
 SLOW_TESTS := test_util test_model test_linear_attention test_attention test_decode_step test_matmul_fp8 test_linear \
@@ -277,6 +281,11 @@ $(BUILD)/kernels/matmul.cpp.o: private PREPROCESS += $(ONEDNN_FLAGS)
 $(BUILD)/kernels/matmul.cpp.o: $(BUILD)/onednn
 $(BUILD)/runtime/communication/comm_%.o: private PREPROCESS += $(TRANSPORT_FLAGS)
 $(BUILD)/dev/bench/bench_comm.cu.o: private PREPROCESS += $(TRANSPORT_FLAGS)
+ifeq ($(BACKEND),cuda)
+# No device code: nvcc would compile the host's several times over.
+$(patsubst %,$(BUILD)/%.cu.o,train_gpt test_gpt runtime/device/device runtime/device/blas_stream \
+    runtime/communication/comm_nccl dev/bench/bench_comm): private COMPILE_CU = $(COMPILE) -x c++
+endif
 $(BUILD)/%_hopper.cu.o: private GENCODE := -gencode arch=compute_90a,code=sm_90a
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
@@ -287,7 +296,10 @@ $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 $(LIB): $(OBJECTS) $(BUILD)/sources
 	$(Q)rm -f $@ && ar rcs $@ $(OBJECTS)
 
-LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(ONEDNN_LIBS) $(if $(TRANSPORT_LIBS),-Wl$(COMMA)--as-needed $(TRANSPORT_LIBS)) $(LDLIBS)
+# Sanitizers put two million addresses into the driver. If it could be loaded anywhere, each start would compute them
+# all, which took half of the time of a short command.
+NO_PIE = $(if $(SANITIZE),$(if $(filter %.so,$@),,-no-pie))
+LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(NO_PIE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(ONEDNN_LIBS) $(if $(TRANSPORT_LIBS),-Wl$(COMMA)--as-needed $(TRANSPORT_LIBS)) $(LDLIBS)
 
 $(DRIVER): private LIBS += $(if $(filter serve/http.cpp,$(SERVE)),-lmicrohttpd)
 $(DRIVER): $(MAIN:%=$(BUILD)/%.o) $(BUILD)/build_lines.cpp.o $(LIB)

@@ -200,25 +200,6 @@ void Model::allocate(const Context& ctx) {
 // --------------------------------------------------------------------------------------------------------------------
 // Forward.
 
-namespace {
-
-// The rows of the tokens with a target. On a GPU whole chunks of the head, filled up with −1, so that a recorded
-// micro-step fits every batch with as many chunks. Empty: no chunk can be left out.
-std::vector<int32_t> find_loss_rows(const Activations& acts, const std::vector<int32_t>& targets) {
-    const size_t count = targets.size() - size_t(std::count(targets.begin(), targets.end(), Batch::NO_TARGET));
-    const size_t unit = acts.logits.device == Device::CPU ? 1 : size_t(acts.logits.shape[0]);
-    const size_t size = std::max<size_t>((count + unit - 1) / unit, 1) * unit;
-    if (size >= targets.size()) return {};
-    std::vector<int32_t> rows;
-    rows.reserve(size);
-    for (size_t n = 0; n < targets.size(); n++)
-        if (targets[n] != Batch::NO_TARGET) rows.push_back(static_cast<int32_t>(n));
-    rows.resize(size, -1);
-    return rows;
-}
-
-}  // namespace
-
 Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bool loss_tokens_only) {
     const int64_t n = static_cast<int64_t>(batch.tokens.size()), S = static_cast<int64_t>(batch.cum_seqlens.size());
     auto put = [&](Tensor planned, const std::vector<int32_t>& host) {
@@ -229,8 +210,7 @@ Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bo
     acts.staging->next();
     Input in{n, put(acts.tokens, batch.tokens), put(acts.positions, acts.angle_rows(batch, ctx.stream)), {}, {}, {}};
     std::vector<int32_t> rows;
-    if (loss_tokens_only)
-        rows = acts.shape.preference ? upload_pairs(ctx, acts, batch, in) : find_loss_rows(acts, batch.targets);
+    if (loss_tokens_only) rows = acts.shape.preference ? upload_pairs(ctx, acts, batch, in) : loss_rows(acts, batch);
     if (!rows.empty()) {
         in.loss_rows = put(acts.loss_rows, rows);
         for (int32_t& row : rows) row = row < 0 ? Batch::NO_TARGET : batch.targets[size_t(row)];

@@ -48,6 +48,20 @@ PreferenceLoss loss_of(const Pass& p) {
 
 }  // namespace
 
+std::vector<int32_t> loss_rows(const Activations& acts, const Batch& batch) {
+    const std::vector<int32_t>& targets = batch.targets;
+    const size_t count = targets.size() - size_t(std::count(targets.begin(), targets.end(), Batch::NO_TARGET));
+    const size_t unit = acts.logits.device == Device::CPU ? 1 : size_t(acts.logits.shape[0]);
+    const size_t size = std::max<size_t>((count + unit - 1) / unit, 1) * unit;
+    if (size >= targets.size()) return {};
+    std::vector<int32_t> rows;
+    rows.reserve(size);
+    for (size_t n = 0; n < targets.size(); n++)
+        if (targets[n] != Batch::NO_TARGET) rows.push_back(static_cast<int32_t>(n));
+    rows.resize(size, -1);
+    return rows;
+}
+
 PairLayout lay_out_pairs(const Batch& batch, int64_t most, int64_t chunk, int64_t unit) {
     PairLayout layout;
     layout.two_passes = !lay_out(layout, batch, size_t(chunk));

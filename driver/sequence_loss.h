@@ -1,7 +1,7 @@
-// Training on preference pairs: the head and the loss of a micro-step whose gradients depend on whole sequences
-// (kernels/preference_loss.h).
+// Which rows of the final norm's output the head computes, and training on preference pairs: a loss whose gradients
+// depend on whole sequences (kernels/preference_loss.h).
 //
-// The head computes only the rows of loss tokens, pair by pair: those of the chosen response, then those of the
+// Of pairs the head computes the rows of loss tokens pair by pair: those of the chosen response, then those of the
 // rejected one. The gradient of a token depends on all losses of its pair, and the head runs in chunks of rows, so no
 // pair goes beyond the chunk in which it begins: where one would, −1 rows, which cost a matmul but have no gradient,
 // fill the chunk before it. Then each chunk is computed once: losses, the coefficients of its pairs, gradients. A batch
@@ -19,6 +19,10 @@
 #include "driver/pass.h"
 #include "kernels/linear_cross_entropy.h"
 #include "kernels/preference_loss.h"
+
+// The rows of the tokens with a target. On a GPU whole chunks of the head, filled up with −1, so that a recorded
+// micro-step fits every batch with as many chunks. Empty: no chunk can be left out.
+std::vector<int32_t> loss_rows(const Activations& acts, const Batch& batch);
 
 // Pairs that a pass over so many tokens has room for: each side has a position at least.
 inline int64_t most_pairs(int64_t tokens) {

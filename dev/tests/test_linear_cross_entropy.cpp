@@ -142,7 +142,10 @@ void check_calls(DType T, const Case& c, bool exact, Stream stream) {
     // An error of a logit moves the loss by p·error and its own error, a gradient by p·(that and its own error).
     std::vector<double> loss_mag = ce.losses.mag, loss_noise(size_t(n), 0.0);
     std::vector<double> d_mag = scaled_rows(c.by_token ? ce.mag_from_losses : ce.dlogits.mag, absolute(dloss));
+    // The largest error of a rounding, 2^-8 in bf16, is twice the allowed RMS: of few tokens one number may dominate.
+    const double small_sample = n < 32 ? 2 : 1;
     std::vector<double> d_noise = absolute(d);
+    for (double& v : d_noise) v *= small_sample;
     for (int64_t i = 0; i < n; i++) {
         if (target_ids[size_t(i)] == IGNORE_TARGET) continue;
         const double* const row = &z.value[size_t(i * Vp)];
