@@ -7,8 +7,8 @@
         --seq-len 160 --out runs/trl
 
 Needs torch, transformers 5 and trl 1.16 (dev/peers/trl_preferences.py says what of trl). --seq-len must be such that a
-training sequence holds one pair: trl's steps all have as many pairs. Our side is fp32, trl's float64. Prints the losses
-of each step and checks that every value is within --bar of trl's. Exit status 1 if one is not.
+training sequence holds one pair: trl's steps all have as many pairs. Our side is fp32, trl's float64; AdamW makes steps of
+about --lr of what is rounding, so differences grow with it. Prints the losses of each step and checks that every value is within --bar of trl's. Exit status 1 if one is not.
 """
 import from_scripts  # noqa: F401
 import argparse
@@ -69,7 +69,9 @@ def compare(args):
         print(f"{step:4} {a['loss']:11.6f} {b['loss']:11.6f} {a['loss'] - b['loss']:+11.1e}")
     good = True
     for key in theirs[0]:
-        worst = max(abs(a[key] - b[key]) for a, b in zip(ours, theirs))
+        # The rewards of a model that is its own reference are equal: which is greater is rounding.
+        steps = [(a, b) for a, b in zip(ours, theirs) if key != "rewards_accuracy" or abs(b["rewards_margin"]) > 1e-6]
+        worst = max(abs(a[key] - b[key]) for a, b in steps)
         good &= check(f"{key} within {args.bar} (largest difference {worst:.1e})", worst <= args.bar)
     return good
 
