@@ -7,8 +7,9 @@
         --seq-len 160 --out runs/trl
 
 Needs torch, transformers 5 and trl 1.16 (dev/peers/trl_preferences.py says what of trl). --seq-len must be such that a
-training sequence holds one pair: trl's steps all have as many pairs. Our side is fp32, trl's float64; AdamW makes steps of
-about --lr of what is rounding, so differences grow with it. Prints the losses of each step and checks that every value is within --bar of trl's. Exit status 1 if one is not.
+training sequence holds one pair: trl's steps all have as many pairs. Our side is fp32, trl's float64; AdamW moves a
+weight by about --lr even where its gradient is rounding, so differences grow with --lr. Prints the losses of each step
+and checks that every value is within --bar of trl's. Exit status 1 if one is not.
 """
 import from_scripts  # noqa: F401
 import argparse
