@@ -53,15 +53,17 @@ def read_flags(folder, split):
     return np.concatenate(parts)
 
 
-def pack(flags, T):
-    """The training sequences as lists of (begin, end): the tokens of whole examples, by best-fit decreasing."""
-    starts = [*np.flatnonzero(flags & EXAMPLE_START), len(flags)]
-    examples = sorted(zip(starts, starts[1:]), key=lambda example: example[0] - example[1])
+def pack(units, T):
+    """The training sequences as lists of units, by best-fit decreasing. A unit, which stays whole, is a tuple of
+    examples: one, or both of a pair. An example is the range of its tokens."""
+    def positions(unit):
+        return sum(end - begin - 1 for begin, end in unit)
+
     sequences, rooms, by_room = [], [], {}  # rooms: in ascending order
-    for begin, end in examples:
-        needed, room = end - begin - 1, T
+    for unit in sorted(units, key=positions, reverse=True):
+        needed, room = positions(unit), T
         if needed > T:
-            raise CurvesError(f"an example of {end - begin} tokens is too long for --seq-len {T}; raise it")
+            raise CurvesError(f"an example or a pair takes {needed} positions, too long for --seq-len {T}; raise it")
         fits = bisect.bisect_left(rooms, needed)
         if fits < len(rooms):
             room = rooms[fits]
@@ -71,7 +73,7 @@ def pack(flags, T):
         else:
             sequence = []
             sequences.append(sequence)
-        sequence.append((begin, end))
+        sequence.append(unit)
         left = room - needed
         if left:
             if left not in by_room:
@@ -86,7 +88,9 @@ def batches(args):
     tokens, flags = read_tokens(args.data, "train").astype(np.int64), read_flags(args.data, "train")
     B, T = args.batch_size, args.seq_len
     if (flags & EXAMPLE_START).any():
-        sequences = pack(flags, T)
+        starts = [*np.flatnonzero(flags & EXAMPLE_START), len(flags)]
+        units = [(example,) for example in zip(starts, starts[1:])]
+        sequences = [[example for unit in sequence for example in unit] for sequence in pack(units, T)]
     else:
         sequences = [[(begin, begin + T + 1)] for begin in range(0, len(tokens) - T, T)]
     for step in range(args.steps):

@@ -94,17 +94,17 @@ def make_data(top):
     return tokenize(text, os.path.join(top, "data"), "--val", "0.1")
 
 
-def write_tokens(data, tokens, mask=None):
-    """Makes a data directory of 16-bit tokens. mask: of each whether it is a loss token."""
-    os.mkdir(data)
+def write_tokens(data, tokens, mask=None, mask_version=1, split="train"):
+    """Makes a split of a data directory of 16-bit tokens. mask: of each whether it is a loss token, or its flags."""
+    os.makedirs(data, exist_ok=True)
 
-    def header(magic):
-        return struct.pack("<3i", magic, 1, len(tokens)).ljust(1024, b"\0")
-    with open(os.path.join(data, "train_000000.bin"), "wb") as file:
-        file.write(header(20240520) + struct.pack(f"<{len(tokens)}H", *tokens))
+    def header(magic, version):
+        return struct.pack("<3i", magic, version, len(tokens)).ljust(1024, b"\0")
+    with open(os.path.join(data, split + "_000000.bin"), "wb") as file:
+        file.write(header(20240520, 1) + struct.pack(f"<{len(tokens)}H", *tokens))
     if mask:
-        with open(os.path.join(data, "train_000000.mask"), "wb") as file:
-            file.write(header(20261121) + bytes(map(int, mask)))
+        with open(os.path.join(data, split + "_000000.mask"), "wb") as file:
+            file.write(header(20261121, mask_version) + bytes(map(int, mask)))
     return data
 
 
