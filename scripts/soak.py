@@ -4,8 +4,9 @@
 A round is one training run. It is started, disturbed and resumed until it is finished: with signals to the run, to one
 of its ranks or to their launcher, in each state; on full disks; with a second run in the same directory; beside copies
 whose files are damaged; with files that cannot be read, too few threads or descriptors, what killed runs leave, and
-ranks that differ. Some steps have no loss tokens. It may continue on other ranks and in another ZeRO stage. Then its weights, its optimizer state
-and its log must be those of a run that was left alone, bit for bit.
+ranks that differ. Some steps have no loss tokens. It may continue on other ranks and in another ZeRO stage. Then its
+weights, its optimizer state and its log must be those of a run that was left alone, bit for bit. Some models are then
+served, and the server is ended under load.
 
 All choices follow from --seed and the number of the round; how far a run gets until a signal arrives does not.
 """
@@ -22,11 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest
 from collections import Counter
 from dataclasses import dataclass
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dev", "tests"))
 import harness  # noqa: E402
+import serving  # noqa: E402
 import several_ranks  # noqa: E402
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 20, 3, 2
@@ -502,7 +505,37 @@ class Round:
                 if name.startswith((".tmp", ".old")) and not (allowed and name.startswith(allowed))]
         if left:
             raise Lost(f"{left} are left")
+        if newest_step(self.out) >= STEPS and self.random.random() < 0.3:
+            self.served()
         shutil.rmtree(self.out)
+
+    def served(self):
+        """The model behind a server that is ended under load: whatever a client has got is right, SIGTERM lets running
+        requests end and gives status 0, and a server that is started then answers as before."""
+        try:
+            serving.needs_serve()
+        except unittest.SkipTest:
+            return
+        model = os.path.join(self.out, harness.checkpoints(self.out)[-1])
+        load, number = serving.Load(model, 64, "--dtype", "fp32"), self.random.choice((signal.SIGKILL, signal.SIGTERM))
+        arguments = ["--model", model, "--name", "m", "--dtype", "fp32", "--context", 64,
+                     "--slots", self.random.randrange(1, 6), "--max-queue", self.random.randrange(40)]
+        with serving.LoadedServer(*arguments) as server:
+            load.start(server, 8, 2, server_ends=True)
+            time.sleep(self.random.uniform(0, 1.5))
+            server.process.send_signal(number)
+            said = server.printed()
+            status = server.process.wait(60)
+            if status != (0 if number == signal.SIGTERM else -number) or any(crash in said for crash in CRASHES):
+                raise Lost(f"a server that got {number.name}: exit status {status}: {said[-2000:]}")
+            wrong = load.join()
+        with serving.LoadedServer(*arguments) as server:
+            load.start(server, 4, 0.5)
+            wrong += load.join()
+        if wrong:
+            raise Lost(f"answers of the server: {wrong[0]}")
+        self.campaign.count[f"server ended by {number.name}"] += 1
+        self.say(f"a server got {number.name}")
 
 
 class Campaign:

@@ -3,10 +3,13 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import re
 import shutil
+import socket
 import subprocess
 import threading
+import time
 import unittest
 
 from harness import DRIVER, ENVIRONMENT, TrainingTest, checkpoints, run, tokenize
@@ -116,3 +119,98 @@ class Server:
         lines = self.ask("GET", "/metrics")[2].splitlines()
         values = (line.removeprefix("train_gpt_").rsplit(" ", 1) for line in lines if line[0] != "#")
         return {name: float(value) for name, value in values}
+
+
+class LoadedServer(Server):
+    def complete(self, **fields):
+        return self.post("/v1/completions", {"model": "m", **fields})
+
+    def stream(self, **fields):
+        """A socket on which the answer to a request for a stream comes."""
+        body = json.dumps({"model": "m", "stream": True, **fields}).encode()
+        s = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        return s
+
+    def count(self, name):
+        return self.metrics()[name]
+
+    def rss(self):
+        with open(f"/proc/{self.process.pid}/status") as file:
+            return int(re.search(r"VmRSS:\s+(\d+)", file.read())[1])
+
+
+class Load:
+    """Clients that ask for completions at random, some of them malformed, some to go away in the middle; each answer is
+    compared with that of `sample`. context: of the server, whose name of the model is m; args: of `sample`."""
+
+    def __init__(self, model, context, *args):
+        self.kinds = []  # fields of a request, and the texts that answer it
+        self.half = context // 2
+        for i in range(8):
+            prompt, seed, n = (f"The cat {i} sees" * (1 + 3 * (i % 3)))[:self.half - 1], i % 4, 1 + i % 2
+            tokens = min(3 + 7 * i, self.half)
+            options = {"top_k": 20} if i % 2 else {"temperature": 0.7, "repetition_penalty": 1.2}
+            flags = ["--top-k", 20] if i % 2 else ["--temperature", 0.7, "--repeat-penalty", 1.2]
+            done = run("sample", "--model", model, *args, "--prompt", prompt, "--seed", seed, "--max-tokens", tokens,
+                       "--num-samples", n, "--json", *flags)
+            if done.returncode:
+                raise AssertionError(done.stderr)
+            texts = [sample["text"] for sample in json.loads(done.stdout)["samples"]]
+            self.kinds.append(({"prompt": prompt, "seed": seed, "max_tokens": tokens, "n": n, **options}, texts))
+
+    def start(self, server, clients, seconds, server_ends=False):
+        """server_ends: it may, so a client may lose its connection; what it has got by then must be right."""
+        self.server, self.end, self.server_ends = server, time.time() + seconds, server_ends
+        self.wrong, self.answers = [], 0
+        self.clients = [threading.Thread(target=self.client, args=(random.Random(i),)) for i in range(clients)]
+        for client in self.clients:
+            client.start()
+
+    def join(self):
+        """What was wrong, once all clients have ended."""
+        for client in self.clients:
+            client.join()
+        return self.wrong
+
+    def client(self, choose):
+        while time.time() < self.end and not self.wrong:
+            fields, texts = choose.choice(self.kinds)
+            what = choose.random()
+            try:
+                if what < 0.1:
+                    body = choose.choice([b"{", b"[]", b"\xff\xfe", b'{"model": "m"}', b'{"model": "m", "prompt": 3}'])
+                    status = self.server.ask("POST", "/v1/completions", body)[0]
+                    if status != 400:
+                        self.wrong.append(f"malformed: {status}")
+                elif what < 0.25:  # goes away in the middle
+                    with contextlib.closing(self.server.stream(**{**fields, "max_tokens": self.half})) as s:
+                        s.recv(choose.choice([1, 200, 4000]))
+                elif what < 0.6:
+                    self.read_stream(fields, texts)
+                else:
+                    status, answer = self.server.complete(**fields)
+                    if status == 200 and [choice["text"] for choice in answer["choices"]] != texts:
+                        self.wrong.append(f"{fields}: {answer}, expected {texts}")
+                    self.answers += status == 200
+            except (OSError, http.client.HTTPException) as error:
+                if not self.server_ends:
+                    self.wrong.append(repr(error))
+
+    def read_stream(self, fields, texts):
+        with contextlib.closing(self.server.stream(**fields)) as s:
+            got = b""
+            while b"[DONE]" not in got and b" 503 " not in got:
+                part = s.recv(65536)
+                if not part:
+                    break
+                got += part
+        parts = [""] * len(texts)
+        for line in re.findall(rb"data: (\{.*\})", got):
+            for choice in json.loads(line).get("choices", []):
+                parts[choice["index"]] += choice["text"]
+        whole = b"[DONE]" in got
+        right = parts == texts if whole else self.server_ends and all(map(str.startswith, texts, parts))
+        if not right and b" 503 " not in got:
+            self.wrong.append(f"{fields}: {parts}, expected {texts}")
+        self.answers += whole

@@ -3,39 +3,17 @@
 import contextlib
 import json
 import os
-import random
-import re
 import resource
 import signal
 import socket
 import subprocess
-import threading
 import time
 import unittest
 
 from harness import DRIVER, TrainingTest, run
-from serving import Server, checkpoint, needs_serve
+from serving import Load, LoadedServer, checkpoint, needs_serve
 
 SECONDS = float(os.environ.get("SERVE_SECONDS", 6))  # of the random load
-
-
-class LoadedServer(Server):
-    def complete(self, **fields):
-        return self.post("/v1/completions", {"model": "m", **fields})
-
-    def stream(self, **fields):
-        """A socket on which the answer to a request for a stream comes."""
-        body = json.dumps({"model": "m", "stream": True, **fields}).encode()
-        s = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        return s
-
-    def count(self, name):
-        return self.metrics()[name]
-
-    def rss(self):
-        with open(f"/proc/{self.process.pid}/status") as file:
-            return int(re.search(r"VmRSS:\s+(\d+)", file.read())[1])
 
 
 class ServeLoad(TrainingTest):
@@ -59,69 +37,16 @@ class ServeLoad(TrainingTest):
 
     def test_random_load(self):
         """Every answer equals that of `sample`; nothing is left afterwards."""
-        kinds = []
-        for i in range(8):
-            prompt, seed, tokens, n = f"The cat {i} sees" * (1 + 3 * (i % 3)), i % 4, 3 + 7 * i, 1 + i % 2
-            options = {"top_k": 20} if i % 2 else {"temperature": 0.7, "repetition_penalty": 1.2}
-            flags = ["--top-k", 20] if i % 2 else ["--temperature", 0.7, "--repeat-penalty", 1.2]
-            done = run("sample", "--model", self.model, "--dtype", "fp32", "--prompt", prompt, "--seed", seed,
-                       "--max-tokens", tokens, "--num-samples", n, "--json", *flags)
-            self.assertEqual(done.returncode, 0, done.stderr)
-            texts = [s["text"] for s in json.loads(done.stdout)["samples"]]
-            kinds.append(({"prompt": prompt, "seed": seed, "max_tokens": tokens, "n": n, **options}, texts))
-        wrong, answers, resident = [], [0], []
-
-        def client(number, server, end):
-            choose = random.Random(number)
-            while time.time() < end and not wrong:
-                fields, texts = choose.choice(kinds)
-                what = choose.random()
-                try:
-                    if what < 0.1:
-                        status = server.ask("POST", "/v1/completions", choose.choice(
-                            [b"{", b"[]", b"\xff\xfe", b'{"model": "m"}', b'{"model": "m", "prompt": 3}']))[0]
-                        if status != 400:
-                            wrong.append(f"malformed: {status}")
-                    elif what < 0.25:  # goes away in the middle
-                        with contextlib.closing(server.stream(**{**fields, "max_tokens": 900})) as s:
-                            s.recv(choose.choice([1, 200, 4000]))
-                    elif what < 0.6:
-                        with contextlib.closing(server.stream(**fields)) as s:
-                            got = b""
-                            while b"[DONE]" not in got and b" 503 " not in got:
-                                part = s.recv(65536)
-                                if not part:
-                                    break
-                                got += part
-                        parts = [""] * len(texts)
-                        for line in re.findall(rb"data: (\{.*\})", got):
-                            for choice in json.loads(line).get("choices", []):
-                                parts[choice["index"]] += choice["text"]
-                        if b" 503 " not in got and parts != texts:
-                            wrong.append(f"{fields}: {parts}, expected {texts}")
-                        answers[0] += 1
-                    else:
-                        status, answer = server.complete(**fields)
-                        if status == 200 and [c["text"] for c in answer["choices"]] != texts:
-                            wrong.append(f"{fields}: {answer}, expected {texts}")
-                        answers[0] += status == 200
-                except OSError as error:
-                    wrong.append(repr(error))
-
+        load, resident = Load(self.model, 1200, "--dtype", "fp32"), []
         with self.server("--slots", 6, "--context", 1200, "--max-queue", 40) as server:
             for seconds in (SECONDS / 3, SECONDS):
-                end = time.time() + seconds
-                clients = [threading.Thread(target=client, args=(i, server, end)) for i in range(32)]
-                for c in clients:
-                    c.start()
-                for c in clients:
-                    c.join()
-                self.assertEqual(wrong[:3], [])
+                load.start(server, 32, seconds)
+                self.assertEqual(load.join()[:3], [])
                 self.eventually(lambda: server.count("sequences_running") + server.count("pages_in_use") == 0)
                 resident.append(server.rss())
             self.assertEqual(server.count("sequences_waiting"), 0)
             self.assertGreater(server.count("cancelled_total"), 0)
-            self.assertGreater(answers[0], 30)
+            self.assertGreater(load.answers, 30)
             self.assertLess(resident[1], 1.05 * resident[0] + 4000, "resident memory in KiB")
 
     def test_hostile_clients(self):
