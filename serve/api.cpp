@@ -23,6 +23,12 @@ json parse_object(const std::string& body) {
     return object;
 }
 
+// field: as the client wrote it.
+[[noreturn]] void refuse(const std::string& field) {
+    const std::string name = shown_text(field);
+    throw ApiError(BAD_REQUEST, str("'", name, "' is not supported by this server; leave it out"), name);
+}
+
 // The fields of a request. Each is taken once; done() refuses those that nobody took.
 class Fields {
   public:
@@ -55,7 +61,7 @@ class Fields {
         if (!has(key)) return;
         const json& given = at(key);
         const double x = given.is_number() ? given.get<double>() : NAN;
-        if (!(x >= least && x <= most) || (above && x == least))
+        if (!(x >= least && x <= most) || (above && float(x) == float(least)))  // as it is used
             wrong(key, str("a number ", above ? "above " : "from ", least, " to ", most));
         value = float(x);
     }
@@ -67,12 +73,11 @@ class Fields {
     // Fields without a function here may have these values, which change nothing.
     void allow(const std::string& key, const std::vector<json>& values) {
         if (!has(key) || std::find(values.begin(), values.end(), at(key)) != values.end()) return;
-        throw ApiError(BAD_REQUEST, str("'", key, "' is not supported by this server; leave it out"), key);
+        refuse(key);
     }
     void done() const {
         for (const auto& [key, value] : object.items())
-            if (!taken.count(key))
-                throw ApiError(BAD_REQUEST, str("'", key, "' is not supported by this server; leave it out"), key);
+            if (!taken.count(key)) refuse(key);
     }
 
   private:
@@ -85,8 +90,8 @@ void take_model(Fields& f, const ServedModel& m, CompletionCall& call) {
     call.model = f.text("model");
     const auto found = std::find(m.names.begin(), m.names.end(), call.model);
     if (found == m.names.end())
-        throw ApiError(NOT_FOUND, str("there is no model '", call.model, "'; GET /v1/models lists them"), "model",
-                       "model_not_found");
+        throw ApiError(NOT_FOUND, str("there is no model '", shown_text(call.model), "'; GET /v1/models lists them"),
+                       "model", "model_not_found");
     call.adapter = static_cast<int32_t>(found - m.names.begin()) - 1;
 }
 
@@ -97,8 +102,8 @@ void take_sampling(Fields& f, const ServedModel& m, uint64_t seed, SamplingOptio
     f.number("top_p", 0, 1, s.top_p, true);
     f.number("min_p", 0, 1, s.min_p);
     s.top_k = f.whole("top_k", -1, INT32_MAX, s.top_k);
-    if (s.top_k < 0) s.top_k = 0;  // as others write "off"
-    f.number("repetition_penalty", 0, 100, s.repeat_penalty, true);
+    if (s.top_k < 0) s.top_k = 0;                                   // as others write "off"
+    f.number("repetition_penalty", 0.001, 1000, s.repeat_penalty);  // as --repeat-penalty
     f.number("presence_penalty", -2, 2, s.presence_penalty);
     f.number("frequency_penalty", -2, 2, s.frequency_penalty);
     if (f.has("seed")) s.seed = uint64_t(f.whole("seed", INT64_MIN, INT64_MAX, 0));
@@ -220,9 +225,7 @@ std::vector<Message> take_messages(Fields& f) {
                            where + ".role");
         for (const auto& [key, value] : list[i].items())
             if (key != "role" && key != "content" && key != "name" && !value.is_null() && value != json::array())
-                throw ApiError(BAD_REQUEST,
-                               str("'", where, ".", key, "' is not supported by this server; leave it out"),
-                               where + "." + key);
+                refuse(where + "." + key);
         messages.push_back(
             {role == "developer" ? "system" : role.get<std::string>(), content_of(list[i], where + ".content")});
     }

@@ -342,8 +342,8 @@ class ServeTest(ChatModelTest):
     def test_fields(self):
         """A field with a wrong value, one that is unknown, and one that is not supported are each named."""
         wrong = {
-            "model": [5, [], None], "temperature": [-1, 3, "hot", True], "top_p": [0, 1.1, "x"],
-            "top_k": [1.5, "x", 2**40], "min_p": [-0.1, 2], "repetition_penalty": [0, -1, "x"],
+            "model": [5, [], None], "temperature": [-1, 3, "hot", True], "top_p": [0, 1.1, "x", 1e-320],
+            "top_k": [1.5, "x", 2**40], "min_p": [-0.1, 2], "repetition_penalty": [0, -1, "x", 1e-320],
             "presence_penalty": [2.5], "frequency_penalty": [-3], "seed": ["x", 1.5],
             "stop": [5, "", ["a", 5], ["x"] * 99], "stream": ["yes", 1], "n": [0, -1, 1000, 1.5],
             "max_tokens": [-1, 1.5, "x", 2**70], "ignore_eos": ["no"], "logit_bias": [{"5": 1}],
