@@ -34,7 +34,7 @@ Prompts tokens_of(const std::vector<Problem>& problems, const AnswerOptions& o, 
         text += p.prompt;
         require(out.chat_template || p.messages.empty(), o.file, ": has messages, which need a chat template; ",
                 o.chat_template ? str(source.name, " has none, so give each line a prompt")
-                                : "leave out --chat-template no");
+                                : "leave out --chat-template off");
         const std::vector<Message> messages =
             p.messages.empty() ? std::vector<Message>{{"user", p.prompt}} : p.messages;
         out.tokens.push_back(out.chat_template ? out.chat_template->tokens(messages, true, now, tokenizer)

@@ -203,8 +203,9 @@ Verifier length_verifier(const json& options) {
     const auto bound = [&](const char* key, int64_t otherwise) {
         if (!options.contains(key)) return otherwise;
         const json& value = options[key];
-        require(value.is_number_unsigned() && value.get<uint64_t>() <= uint64_t(INT64_MAX), "key '", key, "' is ",
-                shown(value), ", expected a whole number of at least 0");
+        const double size = value.is_number_integer() ? value.get<double>() : -1;
+        require(size >= 0 && size < 9e18, "key '", key, "' is ", shown(value),
+                ", expected a whole number of at least 0");
         return value.get<int64_t>();
     };
     require(options.contains("min") || options.contains("max"), "length needs the key 'min' or 'max', in characters");

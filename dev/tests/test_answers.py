@@ -9,7 +9,7 @@ import sys
 import time
 import unittest
 
-from harness import DRIVER, ENVIRONMENT, BaseRunTest, checkpoints, run
+from harness import DRIVER, ENVIRONMENT, BaseRunTest, checkpoints, run, text_of
 
 # A verifier that gives 0.5 for each completion. What MODE says happens at the third line that a process reads.
 VERIFIER = """
@@ -112,8 +112,6 @@ class AnswersTest(BaseRunTest):
         self.assertIn("pass@2", greedy)
 
     def test_chat_template(self):
-        self.write({"prompt": "Hi", "answer": "x", "verifier": "regex"})
-        plain = self.result("--output", os.path.join(self.top, "plain"))
         self.write({"messages": [{"role": "user", "content": "Hi"}], "answer": "x", "verifier": "regex"})
         self.refused(1, ["rows.jsonl: has messages, which need a chat template", "give each line a prompt"], "eval",
                      "--model", self.base, "--answers", self.rows)
@@ -125,17 +123,17 @@ class AnswersTest(BaseRunTest):
         for name, row in {"messages": {"messages": [{"role": "user", "content": "Hi"}]}, "prompt": {"prompt": "Hi"},
                           "text": {"prompt": "Hi, "}}.items():
             self.write({**row, "answer": "x", "verifier": "regex"})
-            output = os.path.join(self.top, name)
+            output = os.path.join(self.top, name + ".jsonl")
             self.base, base = model, self.base
-            self.result("--output", output, *(["--chat-template", "no"] if name == "text" else []))
+            self.result("--output", output, *(["--chat-template", "off"] if name == "text" else []))
             self.base = base
             with open(output) as file:
                 answered[name] = json.loads(file.read())["completion"]
         self.assertEqual(len(set(answered.values())), 1, answered)
-        self.assertEqual(plain["count"], 1)
 
-    def command(self, mode, *more):
-        return ["--verifier", f"{sys.executable} '{self.verifier}' '{mode}' {' '.join(more)}", "--verifier-processes", 2]
+    def command(self, mode, *more, processes=2):
+        words = f"{sys.executable} '{self.verifier}' '{mode}' {' '.join(more)}"
+        return ["--verifier", words, "--verifier-processes", processes]
 
     def test_a_command(self):
         self.write(*({"prompt": f"The {i}", "answer": i} for i in range(20)))
@@ -145,10 +143,10 @@ class AnswersTest(BaseRunTest):
                 self.assertEqual((result["reward"], result["accuracy"]), (0.5, 0))
         pid = os.path.join(self.top, "pid")
         self.result(*self.command("grandchild", pid))
-        with open(pid) as file:
-            self.assertGone(int(file.read()))
+        self.assertGone(int(text_of(pid)))
         self.write({"prompt": "A", "answer": "1", "verifier": [{"name": "command", "weight": 2}]},
-                   {"prompt": "B", "answer": "q" * 200000, "verifier": [{"name": "regex", "weight": 0}, {"name": "command"}]})
+                   {"prompt": "B", "answer": "q" * 200000, "verifier": [{"name": "exact_match", "weight": 0},
+                                                                      {"name": "command"}]})
         result = self.result(*self.command("works"))
         self.assertEqual((result["accuracy"], result["reward"], result["command"]), (0.5, 0.75, 0.5))
 
@@ -175,7 +173,7 @@ class AnswersTest(BaseRunTest):
                             "too much": "\"reward\": 1.5}', expected",
                             "endless": "it wrote more than 1048576 bytes without a line's end"}.items():
             with self.subTest(mode):
-                args = [*self.command(mode), "--verifier-processes", 1, "--verifier-timeout", 3]
+                args = [*self.command(mode, processes=1), "--verifier-timeout", 3]
                 done = self.eval(*args)
                 self.assertEqual((done.returncode, done.stdout), (1, ""), done.stderr)
                 self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
@@ -191,20 +189,20 @@ class AnswersTest(BaseRunTest):
 
     def test_a_command_that_is_interrupted(self):
         self.write({"prompt": "A", "answer": "1"})
-        pid = os.path.join(self.top, "pid")
+        pid = os.path.join(self.top, "interrupted")
         code = f"import os, time; open({pid!r}, 'w').write(str(os.getpid())); time.sleep(600)"
         with subprocess.Popen([DRIVER, "eval", "--model", self.base, "--answers", self.rows, "--max-tokens", "4",
                                "--verifier", f"{sys.executable} -c \"{code}\""], stderr=subprocess.PIPE, text=True,
                               env=ENVIRONMENT) as process:
             for _ in range(600):
-                if os.path.exists(pid) and open(pid).read():
+                if os.path.exists(pid) and text_of(pid):
                     break
                 time.sleep(0.1)
             process.send_signal(signal.SIGTERM)
             errors = process.communicate(timeout=60)[1]
         self.assertEqual(process.returncode, 1, errors)
         self.assertIn("interrupted", errors)
-        self.assertGone(int(open(pid).read()))
+        self.assertGone(int(text_of(pid)))
 
     def test_bad_input(self):
         self.write({"prompt": "A", "answer": "1", "verifier": "exact_match"})
