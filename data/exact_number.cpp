@@ -66,7 +66,7 @@ class NumberReader {
 
     void read_sign() {
         const char c = at > 0 ? before(at) : ' ';
-        if (is_letter(c) || is_digit(c) || c == ')' || c == ']' || c == '}') return;
+        if (is_letter(c) || c == ')' || c == ']' || c == '}') return;
         negative = take("-") || take(MINUS);
         signed_already = negative || take("+");
     }

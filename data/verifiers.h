@@ -4,18 +4,18 @@
 // out and one space elsewhere, without one full stop at the end; or if both are numbers (data/exact_number.h) of the
 // same value.
 //
-// | name | 1 if | options |
-// |---|---|---|
-// | exact_match | the completion and the answer are the same | |
-// | last_number | the last number in the completion has the value of the answer | |
-// | boxed_answer | the last \boxed{…} or \fbox{…} whose braces are balanced holds the answer, as plain_latex() writes
-// it | | | multiple_choice | chosen_letter() is the answer, a letter | | | regex | the answer, a regular expression,
-// matches somewhere. With `pattern`: what that matches is the same as the answer;
-//           of an expression with groups, what the first that took part and is not empty matched | `pattern`,
-//           `select`: "first" (default) or "last" match |
-// | length | the completion has `min` to `max` characters | `min`, `max` |
-// | gsm8k_strict, gsm8k_flexible | the filters strict-match and flexible-extract of lm-evaluation-harness's task gsm8k,
-//           compared as its exact_match is: without commas, $ and all up to "#### " | |
+// A verifier gives 1, and else 0, if
+// - exact_match: the completion and the answer are the same;
+// - last_number: the last number in the completion has the value of the answer;
+// - boxed_answer: the last \boxed{…} or \fbox{…} whose braces are balanced holds the answer, both as plain_latex()
+//   writes them;
+// - multiple_choice: chosen_letter() is the answer, a letter;
+// - regex: the answer, a regular expression, matches somewhere. With the option `pattern`: what that matches, in an
+//   expression with groups the first group that took part and is not empty, is the same as the answer. The option
+//   `select` takes the "first" match (default) or the "last";
+// - length: the completion has `min` to `max` characters, options of which one may be missing;
+// - gsm8k_strict, gsm8k_flexible: the filters strict-match and flexible-extract of lm-evaluation-harness's task gsm8k
+//   extract the answer, compared as its exact_match does: without commas, $ and all up to "#### ".
 //
 // Regular expressions are PCRE2's, with \w and \s as Unicode has them. One that backtracks for too long is an Error.
 #pragma once
