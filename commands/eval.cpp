@@ -1,9 +1,9 @@
-// `eval`: the loss of a split of a data set, or the accuracy on multiple-choice questions.
+// `eval`: the loss of a split of a data set, or the accuracy on multiple-choice questions or on prompts with answers.
 #include <cmath>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
-#include "commands/cli.h"
+#include "commands/eval_answers.h"
 #include "data/multiple_choice.h"
 #include "data/token_files.h"
 #include "data/tokenizer.h"
@@ -19,7 +19,9 @@ namespace {
 struct EvalOptions {
     ModelOptions model;
     std::string data, multiple_choice, split = "val", too_long = "error";
-    int64_t batch_size = 8, seq_len = 0;  // 0: the length the checkpoint was trained with, else up to 1024
+    AnswerOptions answers;
+    int64_t batch_size = 0;  // 0: 8, or with answers what GenerationFlags has
+    int64_t seq_len = 0;     // 0: the length the checkpoint was trained with, else up to 1024
     bool json = false;
 };
 
@@ -32,7 +34,10 @@ EvalOptions parse_eval(const Args& args) {
         "its mean over tokens), loss_chosen and loss_rejected (nats per token). With --multiple-choice, scores "
         "multiple-choice questions and prints accuracy, accuracy_norm "
         "(accuracy by log-probability per character) and count. If the questions have one ending each, it prints "
-        "accuracy, perplexity and count.",
+        "accuracy, perplexity and count. With --answers, completes prompts and prints accuracy (the share of "
+        "completions "
+        "with a reward of 1 or more), pass@G (the share of prompts with a correct one among --num-samples G), the mean "
+        "reward, mean_tokens of a completion, truncated (the share that --max-tokens or the context ended) and count.",
         "train_gpt eval");
     const CLI::Validator positive = at_least(1);
     add_model_options(app, o.model);
@@ -44,18 +49,26 @@ EvalOptions parse_eval(const Args& args) {
                "file with one question per line: {\"ctx\": text, \"endings\": [text, ...], \"label\": index of the "
                "correct ending, from 0}; a single ending is predicted, not chosen")
             ->excludes(data);
-    app.add_option("--split", o.split, "split to score")
-        ->check(CLI::IsMember({"val", "train"}))
-        ->capture_default_str()
-        ->excludes(questions);
-    app.add_option("--batch-size", o.batch_size, "sequences per batch")->check(positive)->capture_default_str();
-    app.add_option("--seq-len", o.seq_len,
-                   "tokens per sequence; default: the length that the checkpoint was trained with, else up to 1024")
+    auto* split = app.add_option("--split", o.split, "split to score")
+                      ->check(CLI::IsMember({"val", "train"}))
+                      ->capture_default_str()
+                      ->excludes(questions);
+    app.add_option("--batch-size", o.batch_size,
+                   "sequences per batch, 8 by default; with --answers those that generate at the same time, 64")
         ->check(positive);
-    add_too_long_option(app, o.too_long)->excludes(questions);
+    auto* seq_len =
+        app.add_option("--seq-len", o.seq_len,
+                       "tokens per sequence; default: the length that the checkpoint was trained with, else up to 1024")
+            ->check(positive);
+    auto* too_long = add_too_long_option(app, o.too_long)->excludes(questions);
     app.add_flag("--json", o.json, "print one JSON object");
+    auto* answers = add_answer_options(app, o.answers);
+    for (CLI::Option* option : {data, questions, split, seq_len, too_long}) option->excludes(answers);
     parse(app, args);
-    if (o.data.empty() && o.multiple_choice.empty()) throw UsageError("--data or --multiple-choice is required");
+    if (o.data.empty() && o.multiple_choice.empty() && o.answers.file.empty())
+        throw UsageError("--data, --multiple-choice or --answers is required");
+    if (o.batch_size && !o.answers.file.empty()) o.answers.generation.batch_size = o.batch_size;
+    if (!o.batch_size) o.batch_size = 8;
     return o;
 }
 
@@ -108,6 +121,7 @@ nlohmann::ordered_json pair_result(const PairScores& s, const ModelSource& sourc
 
 void run_eval(const Args& args) {
     const EvalOptions o = parse_eval(args);
+    if (!o.answers.file.empty()) return run_answers(o.answers, o.model, o.json, args);
     if (!o.multiple_choice.empty()) return run_multiple_choice(o);
     const Context ctx;
     const DataDirectory data = open_data(o.data);

@@ -19,6 +19,7 @@ constexpr char REPORTS[] = "reports: evaluations, samples and measurements";
 constexpr char SAVING[] = "saving: checkpoints, and when a run stops";
 constexpr char GPUS[] = "gpus: several processes (docs/use/multi_gpu.md)";
 constexpr char DATA[] = "data: how training sequences are made";
+constexpr char ANSWERS[] = "answers: completions that verifiers score (docs/use/evaluation.md)";
 constexpr char MUON[] = "muon: momentum and the Newton-Schulz iteration (docs/use/training.md)";
 constexpr char FP8[] = "fp8: matmuls in 8 bits (docs/use/low_precision.md)";
 constexpr char SPEED[] = "speed: choices that change no result, or only its last bits";

@@ -3,7 +3,7 @@
 #include <iostream>
 #include <memory>
 
-#include "commands/cli.h"
+#include "commands/generation_options.h"
 #include "data/tokenizer.h"
 #include "driver/inference.h"
 #include "infer/prompts.h"
@@ -15,14 +15,11 @@ namespace {
 
 struct SampleOptions {
     ModelOptions model;
-    SamplingFlags sampling;
+    GenerationFlags generation;
     std::string prompt, prompt_file;
-    int64_t max_tokens = 256, num_samples = 1, batch_size = 64;
     int64_t top_logprobs = 0;
-    int64_t context = 0;  // 0: the longest prompt with its completion, at most the rows of the position table
-    std::vector<std::string> stop, adapters;
-    ContextPolicy policy;
-    bool ignore_eos = false, logprobs = false, batch_invariant = false, random_weights = false, json = false;
+    std::vector<std::string> adapters;
+    bool logprobs = false, random_weights = false, json = false;
 };
 
 SampleOptions parse_sample(const Args& args) {
@@ -38,28 +35,15 @@ SampleOptions parse_sample(const Args& args) {
            "--prompt-file", o.prompt_file,
            "file with one prompt, or with several separated by lines of ---; its last newline is not part of a prompt")
         ->excludes(prompt);
-    app.add_option("--max-tokens", o.max_tokens, "maximum length of a completion in tokens")
-        ->check(at_least(1))
-        ->capture_default_str();
-    add_sampling_flags(app, o.sampling);
+    add_generation_options(app, o.generation);
     app.add_option("--adapter", o.adapters,
                    "LoRA adapter of the model, or a run that trained one, which is applied at run time and not merged; "
                    "may be given several times: each prompt is then completed with each")
         ->allow_extra_args(false);
-    app.add_option("--num-samples", o.num_samples, "completions per prompt and adapter")
+    app.add_option("--batch-size", o.generation.batch_size,
+                   "maximum number of sequences that generate at the same time")
         ->check(at_least(1))
         ->capture_default_str();
-    app.add_option("--batch-size", o.batch_size, "maximum number of sequences that generate at the same time")
-        ->check(at_least(1))
-        ->capture_default_str();
-    add_context_options(app, o.context, o.policy, "as many as needed, at most the rows of the position table");
-    app.add_option("--keep-tokens", o.policy.keep_tokens,
-                   "tokens of the beginning that stay when the context window slides")
-        ->check(at_least(0))
-        ->capture_default_str();
-    app.add_option("--stop", o.stop, "end a completion before this string; may be given several times")
-        ->allow_extra_args(false);
-    app.add_flag("--ignore-eos", o.ignore_eos, "continue past the end-of-text token");
     app.add_flag("--logprobs", o.logprobs,
                  "also print the log-probability of each token, before the penalties, --temperature and the filters");
     auto* top_logprobs =
@@ -68,8 +52,6 @@ SampleOptions parse_sample(const Args& args) {
                        "most 20")
             ->check(number_in(0, double(MAX_TOP_LOGPROBS)))
             ->capture_default_str();
-    app.add_flag("--batch-invariant", o.batch_invariant,
-                 "on a GPU: a completion has the same bits whatever the rest of its batch is; slower");
     app.add_flag("--random-weights", o.random_weights, "use random weights, also with a preset: to measure speed");
     top_logprobs->needs(app.add_flag("--json", o.json, "print one JSON object"));
     parse(app, args);
@@ -90,12 +72,8 @@ void run_sample(const Args& args) {
 
     SampleJob job;
     job.prompts = o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : read_prompts(o.prompt_file);
-    // Each has a state of its own while the program runs, so a number without a limit would use up the memory.
-    constexpr int64_t MOST = 1000000;
     const int64_t sets = int64_t(job.prompts.size() * std::max<size_t>(o.adapters.size(), 1));
-    require(o.num_samples <= MOST / sets, "--num-samples ", o.num_samples, " for ", sets, " prompts",
-            o.adapters.empty() ? "" : " with adapters", ": at most ", MOST,
-            " completions in one run; run it several times, each with another --seed");
+    const int64_t count = completion_count(o.generation.num_samples, sets, o.adapters.empty() ? "" : " with adapters");
     int64_t longest = 0;
     for (const std::string& prompt : job.prompts) {
         job.tokens.push_back(prompt_tokens(prompt, source, tokenizer.get()));
@@ -103,27 +81,16 @@ void run_sample(const Args& args) {
         const std::string lost = tokenizer ? lost_bytes_note(prompt, *tokenizer) : "";
         if (!lost.empty()) std::cerr << "train_gpt: sample: prompt " << job.tokens.size() << ": " << lost << "\n";
     }
-    EngineOptions engine_options;
-    engine_options.slots = std::min(sets * o.num_samples, o.batch_size);
-    engine_options.context = o.context ? o.context : longest + o.max_tokens;
-    if (!o.context && source.config.positions == Positions::Learned)
-        engine_options.context = std::min(engine_options.context, source.config.max_positions);
-    job.policy = o.policy;
-    job.policy.check(engine_options.context, longest);
-    engine_options.dtype = o.model.type();
-    take_weights(engine_options, source, o.model.weights);
-    engine_options.sampling = sampling_options(o.sampling, source, args);
-    engine_options.sampled_vocab = sampled_vocab(source.config, tokenizer.get());
-    engine_options.batch_invariant = o.batch_invariant;
+    job.policy = o.generation.policy;
+    EngineOptions engine_options =
+        generation_engine(o.generation, o.model, source, tokenizer.get(), count, longest, args);
     engine_options.logprobs = o.logprobs || o.top_logprobs > 0;
     engine_options.top_logprobs = o.top_logprobs;
     LoadedEngine m(ctx, source, engine_options, o.random_weights, o.adapters);
 
     job.adapters = o.adapters;
-    job.num_samples = o.num_samples;
-    job.completion.max_tokens = o.max_tokens;
-    job.completion.stop = o.stop;
-    if (!o.ignore_eos) job.completion.eos = end_tokens(source, tokenizer.get());
+    job.num_samples = o.generation.num_samples;
+    job.completion = completion_options(o.generation, source, tokenizer.get());
     job.json = o.json;
     sample(
         m.engine, job, tokenizer.get(), [&] { return measured_read_bandwidth(ctx.stream); }, std::cout, std::cerr);

@@ -4,22 +4,15 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "data/json_lines.h"
 #include "runtime/error.h"
-#include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
 
 using nlohmann::json;
 
 std::vector<Question> read_questions(const std::string& path) {
-    const std::string text = read_file(path, int64_t(1) << 30);
     std::vector<Question> questions;
-    int64_t number = 0;
-    for (size_t begin = 0; begin < text.size();) {
-        const size_t end = std::min(text.find('\n', begin), text.size());
-        const std::string line = text.substr(begin, end - begin);
-        begin = end + 1;
-        number++;
-        if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    for_each_line(path, [&](const std::string& line, int64_t number) {
         const json q = json_fault(line).empty() ? json::parse(line) : json();
         const bool one = q.is_object() && q.value("endings", json()).is_array() && q["endings"].size() == 1;
         const bool shaped = q.is_object() && q.value("ctx", json()).is_string() &&
@@ -44,7 +37,7 @@ std::vector<Question> read_questions(const std::string& path) {
                 " is not the index of one of the ", question.endings.size(), " endings");
         question.label = size_t(label);
         questions.push_back(std::move(question));
-    }
+    });
     require(!questions.empty(), path, ": the file has no questions; write one JSON object per line");
     return questions;
 }

@@ -73,6 +73,17 @@ class FetchQuestionsTest(unittest.TestCase):
         with open(self.target, encoding="utf-8") as file:
             self.assertEqual([json.loads(line) for line in file], 2 * [{"ctx": "A text that", "endings": ["ends"], "label": 0}])
 
+    def test_questions_with_solutions(self):
+        """GSM8K's, in the words of lm-evaluation-harness."""
+        self.write("".join(json.dumps({"doc_id": i, "doc": {"question": "2 + 2?", "answer": "So 4.\n#### 4", "choices": ["4"]}})
+                           + "\n" for i in range(2)))
+        status, out, _ = self.run_main("two", self.target)
+        self.assertEqual((status, "--answers" in out), (0, True))
+        with open(self.target, encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+        self.assertEqual(rows, 2 * [{"prompt": "Question: 2 + 2?\nAnswer:", "answer": "So 4.\n#### 4",
+                                     "verifier": [{"name": "gsm8k_flexible"}, {"name": "gsm8k_strict", "weight": 0}]}])
+
     def test_existing_file_is_kept(self):
         with open(self.package, "rb") as file:
             before = file.read()
