@@ -159,7 +159,7 @@ class PatternedNumber {
         if (found == config.end() || found->is_null()) return;
         require(found->is_object(), path, ": key '", key, "' is ", shown(*found), ": expected an object");
         for (const auto& [expression, number] : found->items()) {
-            const std::string where = str(path, ": key '", key, ".", expression, "'");
+            const std::string where = str(path, ": key '", key, "': '", expression, "'");
             require(number.is_number() && number > 0, where, " is ", number.dump(), ": expected a positive number");
             try {
                 patterns.emplace_back(std::regex("(.*\\.)?(" + expression + ")$"), number.get<double>());
@@ -194,6 +194,11 @@ std::pair<std::string, AdapterPart> parse_name(const std::string& name) {
     if (rest.find(".lora_") != std::string::npos) return {"", AdapterPart::Unknown};
     if (const size_t at = rest.find(copy); at != std::string::npos) rest.replace(at, copy.size(), ".");
     return {rest, AdapterPart::Whole};
+}
+
+// Of modules_to_save, as peft does it: whether the name of a module, or of one that it is in, ends in this.
+bool is_in(const std::string& module, const std::string& name) {
+    return ends_with(module, name) || module.find(name + ".") != std::string::npos;
 }
 
 // The name of a tied head, which the table does not have.
@@ -364,11 +369,12 @@ LoraAdapter::LoraAdapter(const std::string& directory, const ParamTable& table)
     const bool root = config.has("use_rslora") && config.boolean("use_rslora");
     std::map<std::string, TensorChange> changes = no_changes(table);
     std::set<std::string> saved;
-    for (const json& name : config.object.value("modules_to_save", json(nullptr))) saved.insert(name.get<std::string>());
+    for (const json& name : config.object.value("modules_to_save", json::array())) {
+        require(name.is_string(), config.path, ": key 'modules_to_save' holds ", shown(name), ": expected names");
+        saved.insert(name.get<std::string>());
+    }
     const auto is_saved = [&](const std::string& module) {
-        return std::any_of(saved.begin(), saved.end(), [&](const std::string& name) {
-            return module == name || ends_with(module, "." + name);
-        });
+        return std::any_of(saved.begin(), saved.end(), [&](const std::string& name) { return is_in(module, name); });
     };
     for (const auto& [name, entry] : file->entries()) {
         const auto [tensor, part] = parse_name(name);
@@ -395,6 +401,13 @@ LoraAdapter::LoraAdapter(const std::string& directory, const ParamTable& table)
                 dtype_name(entry.dtype), "; expected F32, BF16 or F16");
         const bool a = part == AdapterPart::A || part == AdapterPart::EmbeddingA;
         (whole ? change.whole : a ? change.a : change.b) = &entry;
+    }
+    for (const std::string& name : saved) {
+        const bool found = std::any_of(changes.begin(), changes.end(), [&](const auto& item) {
+            return item.second.whole && is_in(item.second.module, name);
+        });
+        require(found, file->path(), ": has no weight of '", name,
+                "', which key 'modules_to_save' names; the file is damaged");
     }
     for (const auto& [name, change] : changes) {
         require(!change.a == !change.b, file->path(), ": ", name,
