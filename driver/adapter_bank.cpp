@@ -66,7 +66,8 @@ void AdapterBank::store(int64_t i, const LoraAdapter& adapter, Stream stream) co
         return make_tensor(static_cast<char*>(t.data) + i * t.stride[0] * dtype_size(dtype), dtype, t.device,
                            {t.shape[1], t.shape[2]});
     };
-    const char* const remedy = "; at run time only the linear layers of blocks have adapters; merge it: give it as --model";
+    const char* const remedy =
+        "; at run time only the linear layers of blocks have adapters; merge it: give it as --model";
     for (const Param& p : table.params) {
         require(!adapter.replaces(p), "the adapter replaces ", p.name, remedy);
         for (const LoraAdapter::Update& u : adapter.updates_of(p)) {

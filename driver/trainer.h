@@ -83,8 +83,8 @@ struct Trainer {
     void print_setup(const MemoryPlan& plan) const;
     void find_peak_flops();
     void load_base();  // of adapters
-    void start();    // initialises or loads weights, optimizer state and step number
-    void warm_up();  // chooses GEMM algorithms, records graphs
+    void start();      // initialises or loads weights, optimizer state and step number
+    void warm_up();    // chooses GEMM algorithms, records graphs
     void adopt_checkpoint_choices();
     Batch warm_up_batch() const;
     // Of the validation split of data directory k: the loss and a text; `entry` gets what the log has of it.

@@ -264,18 +264,17 @@ void LoraAdapter::write_config(const std::string& directory, const LoraOptions& 
     const bool whole = lora.alpha == std::floor(lora.alpha);
     const json alpha = whole ? json(int64_t(lora.alpha)) : json(lora.alpha);
     const json path = base.seed ? json() : json(std::filesystem::absolute(base.name).lexically_normal().string());
-    write_json(join_path(directory, ADAPTER_CONFIG),
-               {{"peft_type", "LORA"},
-                {"task_type", "CAUSAL_LM"},
-                {"base_model_name_or_path", path},
-                {"r", lora.rank},
-                {"lora_alpha", alpha},
-                {"lora_dropout", 0.0},
-                {"use_rslora", lora.rank_stabilized},
-                {"target_modules", lora.targets},
-                {"fan_in_fan_out", transposed},
-                {"bias", "none"},
-                {"inference_mode", true}});
+    write_json(join_path(directory, ADAPTER_CONFIG), {{"peft_type", "LORA"},
+                                                      {"task_type", "CAUSAL_LM"},
+                                                      {"base_model_name_or_path", path},
+                                                      {"r", lora.rank},
+                                                      {"lora_alpha", alpha},
+                                                      {"lora_dropout", 0.0},
+                                                      {"use_rslora", lora.rank_stabilized},
+                                                      {"target_modules", lora.targets},
+                                                      {"fan_in_fan_out", transposed},
+                                                      {"bias", "none"},
+                                                      {"inference_mode", true}});
 }
 
 std::string LoraAdapter::fingerprint(const LoraBase& base, const ParamTable& table) {
