@@ -259,6 +259,10 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     add_length_options(*app, o);
     add_learning_options(*app, o);
     add_lora_options(*app, o.lora);
+    app->add_flag("--random-weights", o.random_weights,
+                  "adapters of a preset with the initial weights of --seed, which are not saved: to measure speed and "
+                  "memory")
+        ->group(help_group::LORA);
     add_preference_options(*app, o.preference);
     add_memory_options(*app, o);
     add_report_options(*app, o);
@@ -378,6 +382,10 @@ TrainOptions parse_train(const Args& args) {
     check_lora_options(o.lora, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,
                        o.sharding.zero_stage);
     check_preference_options(o.preference, o.lora, o.fp8);
+    if (o.random_weights && !o.lora.on())
+        throw UsageError(
+            "--random-weights is for the base of LoRA adapters; add --lora-rank, or leave it out: a preset starts with "
+            "random weights anyway");
     if (o.gpu_memory && backend_device() == Device::CPU)
         throw UsageError("--gpu-memory is a limit of a GPU, and this is the CPU backend; leave it out");
     if (!o.sample_prompts.empty() && !o.sample_every)

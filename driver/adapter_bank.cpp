@@ -51,7 +51,6 @@ void AdapterBank::allocate(Stream stream) {
 }
 
 void AdapterBank::store(int64_t i, const LoraAdapter& adapter, Stream stream) const {
-    const int64_t r = adapter.rank();
     // Copies rows of `width` values to rows of `columns`.
     const auto put = [&](const Tensor& to, const std::vector<float>& values, int64_t width) {
         const int64_t columns = to.shape[1], count = int64_t(values.size()) / width;
@@ -67,16 +66,18 @@ void AdapterBank::store(int64_t i, const LoraAdapter& adapter, Stream stream) co
         return make_tensor(static_cast<char*>(t.data) + i * t.stride[0] * dtype_size(dtype), dtype, t.device,
                            {t.shape[1], t.shape[2]});
     };
+    const char* const remedy =
+        "; at run time only the linear layers of blocks have adapters; merge it: give it as --model";
     for (const Param& p : table.params) {
+        require(!adapter.replaces(p), "the adapter replaces ", p.name, remedy);
         for (const LoraAdapter::Update& u : adapter.updates_of(p)) {
-            require(is_linear_layer(p), "the adapter changes ", p.name,
-                    "; at run time only the linear layers of blocks have adapters; merge it: give it as --model");
+            require(is_linear_layer(p), "the adapter changes ", p.name, remedy);
             BlockAdapters of_layer = layers[size_t(p.layer)];
             const AdapterWeights& w = of_role(of_layer, p.role);
             size_t part = 0;
             while (p.sources[part].row != u.row) part++;
             put(matrix(w.a).rows(int64_t(part) * R, int64_t(part + 1) * R), u.a, p.cols);
-            put(matrix(w.b).rows(u.row, u.row + u.rows), u.b, r);
+            put(matrix(w.b).rows(u.row, u.row + u.rows), u.b, u.rank);
         }
     }
 }

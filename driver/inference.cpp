@@ -61,7 +61,6 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
       bank(bank_for(model, with_adapters(options, adapters))),
       engine(source.config, with_adapters(options, adapters), ctx.stream) {
     require(random_weights || !source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
-    require(!random_weights || !model.nf4, "--random-weights: NF4 is for weights from files; leave out --weights nf4");
     memory_plan(model, engine, bank.get()).check([](int64_t) { return SMALLER_INFERENCE; });
     model.allocate(ctx);
     if (bank) bank->allocate(ctx.stream);
@@ -70,6 +69,7 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
     if (random_weights) {
         initialise_weights(model.table, model.arenas, options.sampling.seed, ctx.stream);
         if (model.packed) model.packed->randomise(model.table, options.sampling.seed);
+        if (model.nf4) model.nf4->initialise(model.table, options.sampling.seed);
     } else {
         load_inference_weights(source, model);
     }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "runtime/model/initialise.h"
 #include "runtime/model/roles.h"
 
 namespace {
@@ -65,6 +66,16 @@ void Nf4Base::load(const WeightSource& source, const ParamTable& table) const {
     std::vector<float> buffer;
     for (const Param& p : table.params)
         if (quantises(p)) store(p, source.fetch(p, buffer));
+}
+
+void Nf4Base::initialise(const ParamTable& table, uint64_t seed) const {
+    std::vector<float> values;
+    for (const Param& p : table.params) {
+        if (!quantises(p)) continue;
+        values.resize(size_t(p.numel()));
+        initial_values(values.data(), p, seed, 0, p.numel());
+        store(p, values.data());
+    }
 }
 
 void Nf4Base::store(const Param& p, const float* values) const {

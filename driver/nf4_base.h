@@ -26,6 +26,8 @@ class Nf4Base {
 
     // Quantises the matrices of a model's files, which load_weights() leaves out.
     void load(const WeightSource& source, const ParamTable& table) const;
+    // Quantises the initial weights of a seed, one parameter after the other (runtime/model/initialise.h).
+    void initialise(const ParamTable& table, uint64_t seed) const;
     // Quantises a parameter from fp32 values on the host, in memory order.
     void store(const Param& p, const float* values) const;
     const Nf4Matrix& matrix(const Param& p) const { return matrices.at(p.index); }

@@ -121,6 +121,7 @@ struct RunOptions {
 
 struct TrainOptions : RunOptions {
     bool batch_given = false;         // --batch-size
+    bool random_weights = false;      // LoRA: the base is a preset with initial weights
     std::string data, new_data, out;  // data: of --new-data where that is given
     // What is not given here, check_training() chooses: another length, and other rates, where a run starts from a
     // checkpoint than where it starts from scratch.

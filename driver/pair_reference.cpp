@@ -26,7 +26,7 @@ std::string hash_of(const std::string& text) {
 // What the log-probabilities depend on.
 json identity(const TrainSetup& s, const Model& model, const TrainingData& data) {
     json all = {{"dtype", dtype_name(model.precision.dtype)}, {"base in NF4", model.nf4 != nullptr}};
-    for (const auto& [key, value] : LoraAdapter::base_record(s.source.directory, s.source.config, model.table))
+    for (const auto& [key, value] : LoraAdapter::base_record({s.source.directory}, s.source.config, model.table))
         all[key] = value;
     if (!s.source.adapter.empty()) {
         const std::string bytes = read_file(join_path(s.source.adapter, ADAPTER_WEIGHTS));

@@ -113,6 +113,10 @@ bool TrainSetup::packs() const {
     return std::any_of(data.begin(), data.end(), [](const TrainingData& d) { return d.train_packing != nullptr; });
 }
 
+LoraBase TrainSetup::lora_base() const {
+    return o.random_weights ? LoraBase{source.name, o.seed} : LoraBase{source.directory};
+}
+
 std::vector<TrainingSource> TrainSetup::sources() const {
     std::vector<TrainingSource> all;
     for (const TrainingData& d : data) all.emplace_back(d.train_files, d.train_packing.get(), d.weight);
@@ -234,10 +238,13 @@ void check_unchanged(TrainSetup& s) {
 }
 
 // The base of adapters: a checkpoint records its path.
-void check_lora(const LoraOptions& lora, const ModelSource& source) {
+void check_lora(const LoraOptions& lora, bool random_weights, const ModelSource& source) {
     if (!lora.on()) return;
-    require(!source.directory.empty(), "--lora-rank: ", source.name,
-            " is a preset without weights; name a model directory as --model");
+    require(!random_weights || source.directory.empty(), "--random-weights: ", source.name,
+            " has weights of its own; name a preset as --model, or leave the option out");
+    require(random_weights || !source.directory.empty(), "--lora-rank: ", source.name,
+            " is a preset without weights; name a model directory as --model, or add --random-weights to measure "
+            "speed and memory");
     require(source.adapter.empty(), "--lora-rank: ", source.name,
             " is an adapter itself; write a model with it by 'train_gpt convert ", source.name,
             " DIR --merge' and name that");
@@ -494,7 +501,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(o.batch_size < INT32_MAX / o.seq_len / world, "--batch-size ", o.batch_size, " x --seq-len ", o.seq_len,
             " is too large; lower one of them");
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, this_target());
-    check_lora(o.lora, source);
+    check_lora(o.lora, o.random_weights, source);
     check_grad_rounding(o, world, backend_device());
     check_pairs(o, source, all_data);
 

@@ -47,6 +47,7 @@ struct TrainSetup {
     // Takes options that find_fit() has found, also for run.toml.
     void set_memory_options(const RunOptions& options, int64_t world);
     const DataDirectory& tokenizer_data() const { return data.front().directory; }
+    LoraBase lora_base() const;
 };
 
 // Opens what the options name. Throws Error if the run cannot start: data or a model that cannot be read, a different

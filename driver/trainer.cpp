@@ -142,8 +142,8 @@ Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<D
         val_bytes.push_back(data.val_files ? text_bytes(data.directory, *data.val_files, false) : 0);
     if (model.adapters) {
         if (!setup.resume.checkpoint.empty())
-            LoraAdapter::check_base(setup.resume.checkpoint, setup.source.directory, model.config, model.table);
-        base_record = LoraAdapter::base_record(setup.source.directory, model.config, model.table);
+            LoraAdapter::check_base(setup.resume.checkpoint, setup.lora_base(), model.config, model.table);
+        base_record = LoraAdapter::base_record(setup.lora_base(), model.config, model.table);
     }
     const GradientOptions gradients = gradient_options(options, options.seed);
     MemoryPlan plan = checked_memory_plan(gradients);
@@ -184,11 +184,20 @@ Trainer::~Trainer() {
     }
 }
 
+void Trainer::load_base() {
+    if (options.random_weights) {
+        initialise_weights(model.table, model.arenas, options.seed, ctx.stream);
+        if (model.nf4) model.nf4->initialise(model.table, options.seed);
+    } else {
+        print(load_weights(setup.source, model.table, model.arenas));
+        if (model.nf4) model.nf4->load(open_weight_source(setup.source, model.table), model.table);
+    }
+}
+
 void Trainer::start() {
     StepScalars scalars{};
     Model& trained = model.trained();
-    if (model.adapters) print(load_weights(setup.source, model.table, model.arenas));
-    if (model.nf4) model.nf4->load(open_weight_source(setup.source, model.table), model.table);
+    if (model.adapters) load_base();
     if (!setup.resume.checkpoint.empty()) {
         load_state(setup.resume.checkpoint, trained.table, {trained.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
         step = saved_step = setup.resume.step;
@@ -560,7 +569,7 @@ void Trainer::save(bool last) {
     metadata.insert(base_record.begin(), base_record.end());
     const auto small_files = [this, trainer](const std::string& directory) {
         if (model.adapters)
-            LoraAdapter::write_config(directory, model.lora->options, setup.source.directory, model.table);
+            LoraAdapter::write_config(directory, model.lora->options, setup.lora_base(), model.table);
         else
             save_model_files(directory, model.config, setup.source.original_config,
                              {setup.source.files, setup.tokenizer_data().path});

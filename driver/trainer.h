@@ -82,8 +82,9 @@ struct Trainer {
     void print(const std::string& text) const;  // on stderr, by rank 0
     void print_setup(const MemoryPlan& plan) const;
     void find_peak_flops();
-    void start();    // initialises or loads weights, optimizer state and step number
-    void warm_up();  // chooses GEMM algorithms, records graphs
+    void load_base();  // of adapters
+    void start();      // initialises or loads weights, optimizer state and step number
+    void warm_up();    // chooses GEMM algorithms, records graphs
     void adopt_checkpoint_choices();
     Batch warm_up_batch() const;
     // Of the validation split of data directory k: the loss and a text; `entry` gets what the log has of it.

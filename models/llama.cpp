@@ -61,6 +61,7 @@ const Family& llama_family() {
                                    {"llama-1B", llama3(llama_block(16, 2048, 32, 8, 8192), true, 32)},
                                    {"llama-3B", llama3(llama_block(28, 3072, 24, 8, 8192), true, 32)},
                                    {"llama-8B", llama3(llama_block(32, 4096, 32, 8, 14336), false, 8)},
+                                   {"llama-70B", llama3(llama_block(80, 8192, 64, 8, 28672), false, 8)},
                                    {"llama2-7B", llama2(llama_block(32, 4096, 32, 32, 11008), 32000, 4096, false)}}};
     return family;
 }

@@ -17,9 +17,13 @@ namespace {
 
 ModelSource find_base(const std::string& name, const std::string& adapter, const std::string& given) {
     const std::string base = given.empty() ? LoraAdapter::base_of(adapter) : given;
-    if (given.empty())
+    if (given.empty()) {
+        const std::string random = LoraAdapter::random_base_of(adapter);
+        require(random.empty(), adapter, ": its base was random (", random,
+                ") and never stored; train adapters of a model directory to use them");
         require(is_directory(base) || GgufModel::is_gguf(base), adapter, ": its base, '", base,
                 "', is neither a directory nor a GGUF file here; name it with --base");
+    }
     require(find_adapter(base).empty(), "--base ", base, ": is an adapter; name a model directory");
     ModelSource source = find_model(base);
     require(!source.directory.empty(), "--base ", base, ": is a preset, which has no weights; name a model directory");
@@ -31,7 +35,7 @@ ModelSource find_base(const std::string& name, const std::string& adapter, const
 
 LoraAdapter read_adapter(const std::string& directory, const ModelSource& source, const ParamTable& table) {
     LoraAdapter adapter(directory, table);
-    LoraAdapter::check_base(directory, source.directory, source.config, table);
+    LoraAdapter::check_base(directory, {source.directory}, source.config, table);
     return adapter;
 }
 
@@ -39,7 +43,7 @@ AdjustValues adapter_of(const ModelSource& source, const ParamTable& table) {
     if (source.adapter.empty()) return {};
     const auto adapter = std::make_shared<const LoraAdapter>(read_adapter(source.adapter, source, table));
     return [adapter](const Param& p, int64_t begin, int64_t count, float* values) {
-        adapter->add_to(p, begin, count, values);
+        adapter->apply_to(p, begin, count, values);
     };
 }
 

@@ -16,7 +16,8 @@ from harness import ROOT, CommandsTest, run, tokenize
 from model_files import MODELS, bf16, read_json, read_model, read_safetensors, write_safetensors
 
 ADAPTERS = os.path.join(ROOT, "dev", "fixtures", "lora")
-CASES = ["gpt2", "llama-all", "llama-rslora", "llama-tied", "phi3"]
+CASES = ["gpt2", "gpt2-embedding", "llama-all", "llama-embedding", "llama-modules", "llama-patterns", "llama-rslora",
+         "llama-tied", "llama-tied-embedding", "phi3"]
 EPSILON = 2.0**-24  # of a rounding to fp32
 
 
@@ -109,19 +110,30 @@ class Lora(CommandsTest):
                 changed = {name[7:]: x for name, x in reference.items() if name.startswith("merged/")}
                 config = read_json(path, "adapter_config.json")
                 ours, plain = read_model(self.path(case)), read_model(base)
-                rank, tensors = config["r"], read_safetensors(os.path.join(path, "adapter_model.safetensors"))
-                scale = config["lora_alpha"] / (rank**0.5 if config["use_rslora"] else rank)
+                ranks = [config["r"], *config["rank_pattern"].values()]
+                rank, tensors = max(ranks), read_safetensors(os.path.join(path, "adapter_model.safetensors"))
+                alpha = max([config["lora_alpha"], *config["alpha_pattern"].values()])
+                scale = alpha / (rank**0.5 if config["use_rslora"] else min(ranks))
                 self.assertEqual(sorted(ours), sorted(plain))
                 for name, x in ours.items():
                     if name not in changed:
                         np.testing.assert_array_equal(x, plain[name], name)
                         continue
+                    if f"base_model.model.{name}" in tensors:  # modules_to_save
+                        np.testing.assert_array_equal(x, changed[name], name)
+                        continue
                     half = f"base_model.model.{name[:-len('.weight')]}.lora_"
-                    terms = scale * np.abs(tensors[half + "B.weight"]) @ np.abs(tensors[half + "A.weight"])
-                    terms = terms.T if config["fan_in_fan_out"] else terms
+                    embedding = half + "embedding_A" in tensors
+                    a, b = (half + ("embedding_A", "embedding_B")[i] if embedding else half + "AB"[i] + ".weight"
+                            for i in range(2))
+                    terms = scale * np.abs(tensors[b]) @ np.abs(tensors[a])
+                    terms = terms.T if config["fan_in_fan_out"] or embedding else terms
                     # Roundings: s·B, the products, r - 1 sums, the sum with W, and peft's result in the fixture.
                     bound = (rank + 3) * EPSILON * (terms + np.abs(plain[name]))
-                    self.assertTrue((np.abs(x - changed[name]) <= bound).all(), name)
+                    expected = changed[name]
+                    if case == "llama-tied-embedding" and embedding:  # peft adds the same to the head, which is tied
+                        expected, bound = (expected.astype(np.float64) + plain[name]) / 2, 2 * bound
+                    self.assertTrue((np.abs(x - expected) <= bound).all(), name)
 
     def test_the_base_that_the_adapter_names(self):
         path, base = self.adapter("llama-all")
@@ -210,6 +222,10 @@ class Lora(CommandsTest):
                  for name, x in read_safetensors(os.path.join(path, "adapter_model.safetensors")).items()}
         write_safetensors(os.path.join(second, "adapter_model.safetensors"), zeros)
         self.refused(1, ["rank 520", "at most 512"], "sample", "--model", base, "--adapter", second)
+        for case in ("llama-modules", "llama-embedding"):
+            adapter, model = self.adapter(case)
+            self.refused(1, ["only the linear layers", "--model"], "sample", "--model", model, "--adapter", adapter,
+                         "--random-weights")
 
     def test_training_starts_from_the_merged_weights(self):
         path, base = self.random_adapter()
@@ -228,8 +244,8 @@ class Lora(CommandsTest):
             np.testing.assert_array_equal(runs[0][name], x, name)
 
     def test_configs_that_are_refused(self):
-        for keys in ({"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 4}},
-                     {"alpha_pattern": {"q_proj": 4}}, {"bias": "all"}, {"lora_bias": True},
+        for keys in ({"use_dora": True}, {"rank_pattern": {"(?<x>": 4}},
+                     {"alpha_pattern": {"q_proj": "4"}}, {"rank_pattern": 4}, {"modules_to_save": [4]}, {"bias": "all"}, {"lora_bias": True},
                      {"trainable_token_indices": [1]}, {"init_lora_weights": "pissa"}, {"peft_type": "IA3"},
                      {"layer_replication": [[0, 1]]}, {"key_of_the_future": 3}, {"r": 0}, {"lora_alpha": "8"}):
             with self.subTest(keys=keys):
@@ -254,10 +270,11 @@ class Lora(CommandsTest):
         for change, words in (
             (lambda tensors: tensors.pop(start + name), ["q_proj", "only one of"]),
             (rename(start + "q_proj.lora_embedding_A"), ["lora_embedding_A", "neither"]),
+            (lambda tensors: tensors.update({start + "q_proj.weight": matrix}), ["q_proj.weight", "modules_to_save"]),
             (rename(start + "x_proj.lora_A.weight"), ["x_proj", "no such matrix"]),
             (lambda tensors: tensors.update({start + name: matrix}), [name, "shape [3, 3]", "expected [3, "]),
             (lambda tensors: tensors.update({"base_model.model.lm_head.base_layer.weight": matrix}),
-             ["lm_head", "save_embedding_layers=False"]),
+             ["lm_head", "shape [3, 3]", "expected [101, 48]"]),
             (lambda tensors: tensors.update({start + "q_proj.lora_magnitude_vector.weight": matrix}),
              ["lora_magnitude_vector", "DoRA"]),
         ):
@@ -266,6 +283,20 @@ class Lora(CommandsTest):
                 self.set_tensors(path, change)
                 self.refused(1, [os.path.join(path, "adapter_model.safetensors"), *words], "convert", path,
                              self.path("x"), "--merge", "--base", base)
+        # A tied head changes with its embedding, or neither does.
+        path, base = self.adapter("llama-tied-embedding")
+        head = "base_model.model.lm_head."
+        for change in (lambda tensors: tensors.update({head + "lora_A.weight": -tensors[head + "lora_A.weight"]}),
+                       lambda tensors: [tensors.pop(head + f"lora_{x}.weight") for x in "AB"],
+                       lambda tensors: tensors.pop(head + "base_layer.weight")):
+            path, base = self.adapter("llama-tied-embedding")
+            self.set_tensors(path, change)
+            self.refused(1, ["lm_head.weight", "are tied", "ensure_weight_tying"], "convert", path, self.path("x"),
+                         "--merge", "--base", base)
+        # What modules_to_save names must be there.
+        path, base = self.adapter("llama-modules")
+        self.set_tensors(path, lambda tensors: tensors.pop("base_model.model.lm_head.weight"))
+        self.refused(1, ["modules_to_save", "lm_head"], "convert", path, self.path("x"), "--merge", "--base", base)
         path, _ = self.adapter("llama-all")
         self.refused(1, ["name the adapter's base"], "convert", path, self.path("x"), "--merge", "--base",
                      os.path.join(MODELS, "llama-bias-tied"))

@@ -352,6 +352,51 @@ class LoraTraining(CommandsTest):
                      "--qlora")
         self.refused(1, ["32 inputs", "multiple of 64", "--qlora"], "train", *self.options("run", "--qlora"))
 
+    def test_random_base(self):
+        """A preset with initial weights: the bits of the same model from a file; a checkpoint says that it has none."""
+
+        def save(preset, name, seed):
+            done = run("train", "--model", preset, "--layers", 2, "--data", self.data, "--out", self.path(name),
+                       "--steps", 1, "--lr", 0, "--batch-size", 1, "--seq-len", 64, "--seed", seed, "--eval-every", 0)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return self.path(name)
+
+        for preset in ("llama-tiny", "gpt2-tiny"):  # gpt2: stored matrices are transposed, tied head
+            saved = save(preset, preset, 5)
+            for qlora in ((), ("--qlora",)):
+                with self.subTest(preset=preset, qlora=qlora):
+                    name = preset + "".join(qlora)
+                    args = (*qlora, "--seed", 5, "--schedule", "constant", "--batch-size", 2, "--weight-decay", 0)
+                    drawn = (*args, "--random-weights", "--layers", 2)
+                    stored = self.train(name + "_stored", *args, base=saved)
+                    whole = self.train(name + "_drawn", *drawn, base=preset)
+                    self.same_state(whole, stored)
+                    # The weights that it was trained on, in a file, are its base.
+                    np.testing.assert_array_equal(self.logits(whole, "--base", saved), self.logits(stored))
+                    self.train(name + "_half", "--steps", 3, *drawn, base=preset)
+                    self.same_state(self.resume(name + "_half", "--steps", 6), stored)
+                    plan = lambda options: json.loads(  # noqa: E731
+                        run("plan", *options, "--seq-len", SEQ_LEN, "--batch-size", 2, "--lora-rank", 2, *qlora,
+                            "--json").stdout)["bytes"]
+                    shape = ("--layers", 2, "--vocab-size", VOCAB)
+                    self.assertEqual(plan(("--model", preset, *shape)), plan(("--model", saved)))
+        whole, config = self.path("llama-tiny_drawn"), read_json(newest(whole), "adapter_config.json")
+        self.assertIsNone(config["base_model_name_or_path"])
+        for command in (["sample"], ["chat"], ["eval", "--data", self.data], ["convert", self.path("x"), "--merge"]):
+            model = [whole] if command[0] == "convert" else ["--model", whole]
+            self.refused(1, [newest(whole), "base was random (llama-tiny, seed 5)", "never stored"], command[0], *model,
+                         *command[1:])
+        saved = self.path("llama-tiny")
+        self.refused(1, ["is not the base"], "logits", "--model", whole, "--base", save("llama-tiny", "other", 6),
+                     "--tokens", "1", "--output", self.path("x.npy"))
+        self.refused(1, ["--seed", "cannot change"], "train", "--resume", "--out", whole, "--steps", 8, "--seed", 6)
+        self.refused(1, ["'rope_theta'", "llama-tiny"], "train", "--resume", "--out", whole, "--steps", 8,
+                     "--rope-theta", 500)
+        self.refused(1, ["--random-weights", saved, "name a preset"], "train",
+                     *self.options("run", "--random-weights", base=saved))
+        self.refused(2, ["--random-weights", "--lora-rank"], "train",
+                     *self.options("run", "--random-weights", base="llama-tiny", lora=()))
+
     def test_resume_keeps_the_adapters(self):
         out = self.train("run", "--steps", 2)
         for args in (("--lora-rank", 3), ("--lora-alpha", 3), ("--lora-targets", "q_proj"), ("--rslora",)):
@@ -371,7 +416,7 @@ class LoraTraining(CommandsTest):
             self.refused(2, ["--lora-rank"], "train", *self.options("run", *args, lora=()))
         self.refused(1, ["--lora-targets lm_head", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"], "train",
                      *self.options("run", "--lora-targets", "q_proj,lm_head"))
-        self.refused(1, ["gpt2-tiny", "preset"], "train", *self.options("run", base="gpt2-tiny"))
+        self.refused(1, ["gpt2-tiny", "preset", "--random-weights"], "train", *self.options("run", base="gpt2-tiny"))
         self.assertFalse(os.path.exists(self.path("run")))
         out = self.train("first", "--steps", 1)
         self.refused(1, [out, "is an adapter", "--merge"], "train", *self.options("run", base=out))
@@ -387,6 +432,10 @@ class LoraTraining(CommandsTest):
         matrices = 32 * (6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096)
         self.assertEqual(plans[1]["bytes"]["weights"] - plans[2]["bytes"]["weights"], 2 * matrices)
         self.assertAlmostEqual(8 * plans[2]["bytes"]["NF4 weights"] / matrices, 4.127, delta=1e-3)
+        plan = json.loads(run("plan", "--model", "llama-70B", "--seq-len", 2048, "--batch-size", 1, "--recompute", "block",
+                              "--gpu", "H100 80GB", "--dtype", "bf16", "--json", "--lora-rank", 16, "--qlora").stdout)
+        self.assertEqual(plan["weights"], 70553706496)
+        self.assertLess(plan["total_bytes"] + plan["in_use_before"], 60e9)
         # What --fit proposes is what train takes: adapters have no --master-weights off.
         for gib in range(17, 30):
             done = run("plan", "--model", "llama-8B", "--seq-len", 2048, "--batch-size", 1, "--gpu-memory", f"{gib}GiB",

@@ -81,20 +81,20 @@ int64_t count_weights(const ModelConfig& c) {
 
 TEST(ModelConfig, PresetsHaveThePublishedSizes) {
     const std::map<std::string, int64_t> published = {
-        {"gpt2-124M", 124439808},     {"gpt2-350M", 354823168},   {"gpt2-774M", 774030080},
-        {"gpt2-1558M", 1557611200},   {"llama-1B", 1235814400},   {"llama-3B", 3212749824},
-        {"llama-8B", 8030261248},     {"llama2-7B", 6738415616},  {"qwen2.5-0.5B", 494032768},
-        {"qwen2.5-1.5B", 1543714304}, {"qwen2.5-3B", 3085938688}, {"qwen2.5-7B", 7615616512},
-        {"qwen3-0.6B", 596049920},    {"qwen3-1.7B", 1720574976}, {"qwen3-4B", 4022468096},
-        {"qwen3-8B", 8190735360},     {"smollm3-3B", 3075098624}, {"mistral-7B", 7241732096},
-        {"olmo2-1B", 1484916736},     {"olmo2-7B", 7298617344},   {"olmo2-13B", 13716198400},
-        {"olmo2-32B", 32234279936}};
+        {"gpt2-124M", 124439808},    {"gpt2-350M", 354823168},     {"gpt2-774M", 774030080},
+        {"gpt2-1558M", 1557611200},  {"llama-1B", 1235814400},     {"llama-3B", 3212749824},
+        {"llama-8B", 8030261248},    {"llama-70B", 70553706496},   {"llama2-7B", 6738415616},
+        {"qwen2.5-0.5B", 494032768}, {"qwen2.5-1.5B", 1543714304}, {"qwen2.5-3B", 3085938688},
+        {"qwen2.5-7B", 7615616512},  {"qwen3-0.6B", 596049920},    {"qwen3-1.7B", 1720574976},
+        {"qwen3-4B", 4022468096},    {"qwen3-8B", 8190735360},     {"smollm3-3B", 3075098624},
+        {"mistral-7B", 7241732096},  {"olmo2-1B", 1484916736},     {"olmo2-7B", 7298617344},
+        {"olmo2-13B", 13716198400},  {"olmo2-32B", 32234279936}};
     for (const auto& [name, weights] : published) EXPECT_EQ(count_weights(preset_config(name)), weights) << name;
     const std::map<std::string, const char*> families = {
         {"gpt2", "gpt2"},        {"llama", "llama"},     {"llama2", "llama"},
         {"modern", "train_gpt"}, {"qwen2.5", "qwen2"},   {"qwen3", "qwen3"},
         {"smollm3", "smollm3"},  {"mistral", "mistral"}, {"olmo2", "olmo2"}};
-    EXPECT_EQ(preset_names().size(), 30u);
+    EXPECT_EQ(preset_names().size(), 31u);
     for (const std::string& name : preset_names()) {
         const ModelConfig c = preset_config(name);
         EXPECT_NO_THROW(validate(c, name));
