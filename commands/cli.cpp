@@ -634,6 +634,9 @@ CLI::Option* add_offload_option(CLI::App& app, std::string& offload) {
 
 // "block:20" → level and layers.
 static CLI::Validator recompute_levels() {
+    std::string shown_levels;
+    for (const char* name : RECOMPUTE_NAMES) shown_levels += (shown_levels.empty() ? "{" : ",") + std::string(name);
+    shown_levels += "}";
     return {[](std::string& text) {
                 const size_t colon = text.find(':');
                 const bool known = find_enum<Recompute>(RECOMPUTE_NAMES, text.substr(0, colon)).has_value();
@@ -646,7 +649,7 @@ static CLI::Validator recompute_levels() {
                                                       ", nor one of the last three with a number of layers, as in "
                                                       "block:20");
             },
-            ""};
+            shown_levels};
 }
 
 CLI::Option* add_recompute_option(CLI::App& app, RunOptions& o) {

@@ -50,7 +50,7 @@ def steps_of(folder, T, batch_size, seed, steps):
 
 
 def loss_options(args):
-    given = {"--label-smoothing": args.label_smoothing, "--simpo-margin": args.simpo_margin}
+    given = {"--label-smoothing": args.label_smoothing, "--simpo-margin": args.loss == "simpo" and args.simpo_margin}
     words = [word for option in given.items() if option[1] for word in option]
     return ["--loss", args.loss, "--beta", args.beta, *words]
 
@@ -86,7 +86,7 @@ def main():
     parser.add_argument("--loss", choices=("dpo", "ipo", "simpo", "orpo"), default="dpo")
     parser.add_argument("--beta", type=float, default=0.1)
     parser.add_argument("--label-smoothing", type=float, default=0)
-    parser.add_argument("--simpo-margin", type=float, default=0, help="with --loss simpo: above 0")
+    parser.add_argument("--simpo-margin", type=float, default=1, help="with --loss simpo (default %(default)s)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--seq-len", type=int, required=True)

@@ -373,8 +373,9 @@ class LoraTraining(CommandsTest):
                     self.same_state(whole, stored)
                     # The weights that it was trained on, in a file, are its base.
                     np.testing.assert_array_equal(self.logits(whole, "--base", saved), self.logits(stored))
-                    self.train(name + "_half", "--steps", 3, *drawn, base=preset)
-                    self.same_state(self.resume(name + "_half", "--steps", 6), stored)
+                    if (preset == "llama-tiny") == bool(qlora):
+                        self.train(name + "_half", "--steps", 3, *drawn, base=preset)
+                        self.same_state(self.resume(name + "_half", "--steps", 6), stored)
                     plan = lambda options: json.loads(  # noqa: E731
                         run("plan", *options, "--seq-len", SEQ_LEN, "--batch-size", 2, "--lora-rank", 2, *qlora,
                             "--json").stdout)["bytes"]
