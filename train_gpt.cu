@@ -927,7 +927,7 @@ void micro_step(Trainer& t, const Batch& batch, bool first, bool last, bool repl
     const Activations& acts = t.acts;
     Gradients& grads = t.optimizer.grads;
     const Input in = upload(ctx, acts, batch, true);
-    if (t.stores_reference()) upload_reference(ctx, acts, t.reference.of_training(batch));
+    if (!t.reference.train.empty()) upload_reference(ctx, acts, t.reference.of_training(batch));
     auto work = [&] {
         if (acts.fp8 && first) acts.fp8->begin_step(ctx.stream);
         if (t.options.preference.adapters_off) reference_pass(ctx, t.model, acts, in);

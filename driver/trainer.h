@@ -62,7 +62,7 @@ struct Trainer {
     double val_loss = NAN;         // of this step; NAN: not evaluated
     std::vector<Choice> choices;   // of the questions of --eval-multiple-choice
     std::vector<Batch> one_batch;  // for --overfit-one-batch
-    PairReference reference;       // of preference pairs, where it is computed once
+    PairReference reference;       // of preference pairs, where it is computed once; empty in warm_up()
     bool stores_reference() const { return options.preference.has_reference() && !options.preference.adapters_off; }
     // Of micro-steps: [first of its step][last of its step, where that differs], by Input::head_kind().
     std::map<int64_t, Graph> graphs[2][2];
