@@ -129,6 +129,7 @@ FitReport find_fit(RunOptions& o, int64_t layers, int64_t world, const Target& t
                             low = middle + 1;
                     }
                     if (fewest < layers) {
+                        report.tried.pop_back();
                         tried = apply(step, fewest, world, target, sizes);
                         try_out({step.recompute, step.state, SOME_LAYERS, step.offload_inputs}, *tried);
                     }

@@ -15,9 +15,7 @@ struct FitReport {
         std::string options, reason;  // the options to add, "" for those given; its speed, as far as known
         int64_t bytes;
     };
-    // The one expected to be fastest first. If one fits, it is the last; so may be the one before it, with --recompute
-    // block in more layers.
-    std::vector<Try> tried;
+    std::vector<Try> tried;  // the one expected to be fastest first; if one fits, it is the last
     int64_t available = 0;  // bytes
 
     bool found() const { return !tried.empty() && tried.back().bytes <= available; }

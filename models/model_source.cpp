@@ -18,7 +18,7 @@ namespace {
 ModelSource find_base(const std::string& name, const std::string& adapter, const std::string& given) {
     const std::string base = given.empty() ? LoraAdapter::base_of(adapter) : given;
     if (given.empty()) {
-        const std::string random = LoraAdapter::random_base_of(adapter);
+        const std::string random = base.empty() ? LoraAdapter::random_base_of(adapter) : "";
         require(random.empty(), adapter, ": its base was random (", random,
                 ") and never stored; train adapters of a model directory to use them");
         require(is_directory(base) || GgufModel::is_gguf(base), adapter, ": its base, '", base,

@@ -233,7 +233,7 @@ class PlanTest(unittest.TestCase):
         self.assertFalse([t for t in fit["fit"]["tried"] if "--master-weights" in t["options"]])
         arguments = "--model llama-8B --dtype bf16 --batch-size 16 --seq-len 4096 --master-weights off --optimizer-dtype bf16 --json --fit"
         fit = json.loads(plan(arguments, *OF_AN_H100, "--gpu-memory", "78GiB"))
-        self.assertEqual(fit["fit"]["options"], "--recompute block --grad-dtype bf16 --grad-rounding nearest --offload activations")
+        self.assertEqual(fit["fit"]["options"], "--recompute block:31 --grad-dtype bf16 --grad-rounding nearest --offload activations")
         first = next(i for i, tried in enumerate(fit["fit"]["tried"]) if "activations" in tried["options"])
         self.assertTrue(all("--recompute block" in tried["options"] for tried in fit["fit"]["tried"][first - 1:]))
 
