@@ -427,9 +427,9 @@ ifneq ($(filter test,$(GOALS)),)
   $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/tests/test_$(OP).cpp and no test_$(OP).py in data$(COMMA) dev/tests$(COMMA) dev/peers or scripts))
 endif
 # Python is no sanitized program: of its tests only those run that start one. The C interface has a test in C++, too. The
-# mutants' test starts a build of its own.
+# mutants' test starts a build of its own, those of the sweep and the soak start runs that others start as well.
 ifneq ($(SANITIZE),)
-  TEST_SCRIPTS := $(filter-out dev/tests/test_train_gpt_kernels.py scripts/test_run_mutants.py,$(filter dev/tests/% $(shell grep -lw TRAIN_GPT scripts/test_*.py dev/peers/test_*.py),$(TEST_SCRIPTS)))
+  TEST_SCRIPTS := $(filter-out dev/tests/test_train_gpt_kernels.py $(patsubst %,scripts/test_%.py,run_mutants soak sweep),$(filter dev/tests/% $(shell grep -lw TRAIN_GPT scripts/test_*.py dev/peers/test_*.py),$(TEST_SCRIPTS)))
 endif
 TEST_DATA_LIB := $(if $(SANITIZE),build/cpu/$(notdir $(DATA_LIB)),$(DATA_LIB))
 test-binaries: $(TEST_BINARIES) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(TEST_DATA_LIB) $(BUILD)/dev/crash_shim.so

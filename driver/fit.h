@@ -16,7 +16,7 @@ struct FitReport {
         int64_t bytes;
     };
     std::vector<Try> tried;  // the one expected to be fastest first; if one fits, it is the last
-    int64_t available = 0;  // bytes
+    int64_t available = 0;   // bytes
 
     bool found() const { return !tried.empty() && tried.back().bytes <= available; }
     // For the error if nothing was found: the least that was tried, and what else helps.

@@ -15,7 +15,7 @@ import unittest
 import numpy as np
 
 import several_ranks
-from harness import ROOT, CommandsTest, log, run, tokenize
+from harness import ROOT, CommandsTest, log, run, sanitized, tokenize
 from model_files import read_json, read_safetensors, write_safetensors
 
 FIXTURES = os.path.join(ROOT, "dev", "fixtures", "lora_training")
@@ -364,6 +364,9 @@ class LoraTraining(CommandsTest):
         for preset in ("llama-tiny", "gpt2-tiny"):  # gpt2: stored matrices are transposed, tied head
             saved = save(preset, preset, 5)
             for qlora in ((), ("--qlora",)):
+                resumed = (preset == "llama-tiny") == bool(qlora)
+                if sanitized() and not resumed:
+                    continue
                 with self.subTest(preset=preset, qlora=qlora):
                     name = preset + "".join(qlora)
                     args = (*qlora, "--seed", 5, "--schedule", "constant", "--batch-size", 2, "--weight-decay", 0)
@@ -373,7 +376,7 @@ class LoraTraining(CommandsTest):
                     self.same_state(whole, stored)
                     # The weights that it was trained on, in a file, are its base.
                     np.testing.assert_array_equal(self.logits(whole, "--base", saved), self.logits(stored))
-                    if (preset == "llama-tiny") == bool(qlora):
+                    if resumed:
                         self.train(name + "_half", "--steps", 3, *drawn, base=preset)
                         self.same_state(self.resume(name + "_half", "--steps", 6), stored)
                     plan = lambda options: json.loads(  # noqa: E731
@@ -381,7 +384,7 @@ class LoraTraining(CommandsTest):
                             "--json").stdout)["bytes"]
                     shape = ("--layers", 2, "--vocab-size", VOCAB)
                     self.assertEqual(plan(("--model", preset, *shape)), plan(("--model", saved)))
-        whole, config = self.path("llama-tiny_drawn"), read_json(newest(whole), "adapter_config.json")
+        whole, config = self.path("llama-tiny--qlora_drawn"), read_json(newest(whole), "adapter_config.json")
         self.assertIsNone(config["base_model_name_or_path"])
         for command in (["sample"], ["chat"], ["eval", "--data", self.data], ["convert", self.path("x"), "--merge"]):
             model = [whole] if command[0] == "convert" else ["--model", whole]
