@@ -127,10 +127,13 @@ class Exchange : public Reply, public std::enable_shared_from_this<Exchange> {
         return suspended ? socket : -1;
     }
     void client_has_gone() {
+        if (suspended_socket() >= 0) abandon();
+    }
+    // Ends the request as it is; it is not suspended any more.
+    void abandon() {
         std::function<void()> function;
         {
             const std::lock_guard lock(mutex);
-            if (!suspended) return;
             closed = true;
             if (state == State::Growing) state = State::Broken;
             function.swap(gone);
@@ -262,7 +265,7 @@ struct Server::Impl {
         work.notify_all();
         stop.notify_all();
         for (std::thread& t : threads) t.join();
-        for (const auto& e : left) e->client_has_gone();  // libmicrohttpd stops only where nothing is suspended
+        for (const auto& e : left) e->abandon();  // libmicrohttpd stops only where nothing is suspended
         MHD_stop_daemon(daemon);
         if (fd != MHD_INVALID_SOCKET) close(fd);
     }
@@ -280,14 +283,15 @@ struct Server::Impl {
             const MHD_ConnectionInfo* const info =
                 MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
             const auto exchange = std::make_shared<Exchange>(connection, info ? int(info->connect_fd) : -1);
+            {
+                const std::lock_guard lock(mutex);
+                if (stopping) return MHD_NO;
+                open.insert(exchange);
+            }
             *state = new std::shared_ptr<Exchange>(exchange);
             exchange->request.method = method;
             exchange->request.path = url;
             MHD_get_connection_values(connection, MHD_HEADER_KIND, add_header, &exchange->request.headers);
-            {
-                const std::lock_guard lock(mutex);
-                open.insert(exchange);
-            }
             const std::string length = exchange->request.header("content-length");
             if (length.size() > 15 || (!length.empty() && std::atoll(length.c_str()) > options.max_body))
                 return refuse(*exchange);
