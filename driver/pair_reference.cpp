@@ -1,8 +1,7 @@
 #include "driver/pair_reference.h"
 
-#include <cinttypes>
+#include <algorithm>
 #include <cmath>
-#include <cstdio>
 
 #include "driver/sequence_loss.h"
 #include "models/lora_adapter.h"
@@ -11,17 +10,10 @@
 #include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
 #include "runtime/files/weight_files.h"
-#include "runtime/rng.h"
 
 using nlohmann::json;
 
 namespace {
-
-std::string hash_of(const std::string& text) {
-    char hash[17];
-    std::snprintf(hash, sizeof hash, "%016" PRIx64, name_hash(text));
-    return hash;
-}
 
 // What the log-probabilities depend on.
 json identity(const TrainSetup& s, const Model& model, const TrainingData& data) {

@@ -4,6 +4,7 @@
 // second model is in memory.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 

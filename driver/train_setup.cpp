@@ -152,6 +152,12 @@ void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) 
             "; make the data with the model's tokenizer, whose files may declare no token beyond the model's");
 }
 
+std::string hash_of(const std::string& text) {
+    char hash[17];
+    std::snprintf(hash, sizeof hash, "%016" PRIx64, name_hash(text));
+    return hash;
+}
+
 std::string fingerprint(const TokenFiles& files) {
     std::string sample = std::to_string(files.size());
     const int64_t n = std::min<int64_t>(files.size(), 1 << 16);
@@ -164,9 +170,7 @@ std::string fingerprint(const TokenFiles& files) {
         files.read_mask(begin, n, mask.data());
         sample.append(mask.begin(), mask.end());
     }
-    char text[17];
-    std::snprintf(text, sizeof text, "%016" PRIx64, name_hash(sample));
-    return text;
+    return hash_of(sample);
 }
 
 namespace {

@@ -62,6 +62,8 @@ std::string describe_training_data(const TrainSetup& s, const Loader& loader);
 // Throws UsageError if --grad-rounding is not possible with the run's other options.
 void check_grad_rounding(const RunOptions& o, int64_t world, Device device);
 
+// A hash of a text, as 16 hexadecimal digits.
+std::string hash_of(const std::string& text);
 // A hash of tokens and their flags.
 std::string fingerprint(const TokenFiles& files);
 

@@ -80,6 +80,19 @@ LoaderOptions options(const ExamplePacking& packing, int64_t B) {
     return o;
 }
 
+// The loaders of two ranks with two micro-steps each, from a step on.
+std::vector<std::unique_ptr<Loader>> two_ranks(const TokenFiles& files, const ExamplePacking& packing, int64_t first) {
+    std::vector<std::unique_ptr<Loader>> ranks;
+    for (int64_t rank = 0; rank < 2; rank++) {
+        LoaderOptions o = options(packing, 1);
+        o.rank = rank;
+        o.world = 2;
+        o.micro_steps = 2;
+        ranks.push_back(std::make_unique<Loader>(std::vector<TrainingSource>{{files, &packing}}, o, first));
+    }
+    return ranks;
+}
+
 // The tokens of the files that are targets of the batch. Counts targets without their whole prompt, of which there must
 // be none: the attention sequence has to hold the example's tokens from its first one to the target.
 std::vector<int64_t> check_batch(const Batch& batch, const Examples& data) {
@@ -287,14 +300,7 @@ TEST(Packing, BatchesNameTheirPairs) {
     }
     EXPECT_EQ(int64_t(seen.size()), packing.num_pairs());
 
-    std::vector<std::unique_ptr<Loader>> ranks;
-    for (int64_t rank = 0; rank < 2; rank++) {
-        LoaderOptions o = options(packing, 1);
-        o.rank = rank;
-        o.world = 2;
-        o.micro_steps = 2;
-        ranks.push_back(std::make_unique<Loader>(std::vector<TrainingSource>{{files, &packing}}, o, 0));
-    }
+    const std::vector<std::unique_ptr<Loader>> ranks = two_ranks(files, packing, 0);
     for (const std::vector<int64_t>& step : steps) {
         std::vector<int64_t> pairs;
         for (int64_t micro = 0; micro < 2; micro++) {
@@ -384,14 +390,7 @@ TEST(Packing, BatchesHaveWholePromptsInTheOrderOfAnySlicing) {
 
     // Two ranks of two micro-steps, from the fourth step on.
     const int64_t first = 3;
-    std::vector<std::unique_ptr<Loader>> ranks;
-    for (int64_t rank = 0; rank < 2; rank++) {
-        LoaderOptions o = options(packing, 1);
-        o.rank = rank;
-        o.world = 2;
-        o.micro_steps = 2;
-        ranks.push_back(std::make_unique<Loader>(std::vector<TrainingSource>{{files, &packing}}, o, first));
-    }
+    const std::vector<std::unique_ptr<Loader>> ranks = two_ranks(files, packing, first);
     for (int64_t step = first; step < first + 3; step++) {
         std::vector<int64_t> targets;
         int64_t loss_tokens = 0;
