@@ -108,13 +108,13 @@ OPTIMISE := $(if $(DEBUG),-O0 -g,$(if $(SANITIZE),-O0 -g1,-O3))
 WARNINGS := -Wall -Wextra -Wshadow -Wno-psabi -Wno-restrict $(if $(WERROR),-Werror)
 # The undefined-behaviour build takes the AVX2 code paths, so that CI tests them on machines with AVX-512 too.
 SANITIZER := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all $(if $(findstring undefined,$(SANITIZE)),-DNO_AVX512))
-PREPROCESS := -I. -MMD -MP $(UNPACKED_INCLUDE)
+PREPROCESS := -I. -MMD -MP
 # Position-independent and hidden, so that the same objects make the shared library, which shows its C interface only.
 HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden
 # From version 13 on GCC splits a sum of products in one register into products and sums for AVX-512, and not one in
 # several: the bits would depend on how rows are blocked, and so on the number of threads.
 HOST_FLAGS += $(if $(shell $(CXX) --version 2>/dev/null | grep -i clang),,--param=avoid-fma-max-bits=0)
-COMPILE = $(CXX) -std=c++20 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
+COMPILE = $(CXX) -std=c++20 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(UNPACKED_INCLUDE) $(CXXFLAGS)
 PCRE2_LIBS := -lpcre2-8
 ifneq ($(PCRE2),)
   PREPROCESS += -isystem $(PCRE2)/include
@@ -160,7 +160,7 @@ ifeq ($(BACKEND),cuda)
   NVCC_OPTIMISE := -O3 -lineinfo
   COMPILE_CU = $(call cuda,nvcc) -ccbin $(CXX) -std=c++20 $(GENCODE) -Xfatbin -compress-all --expt-relaxed-constexpr \
                 $(if $(DEBUG),-O0 -g -G,$(NVCC_OPTIMISE)) \
-                $(addprefix -Xcompiler ,$(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) -Wno-parentheses) $(if $(WERROR),-Werror all-warnings) \
+                $(addprefix -Xcompiler ,$(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) -Wno-parentheses $(UNPACKED_INCLUDE)) $(if $(WERROR),-Werror all-warnings) \
                 $(NVCCFLAGS)
 else ifeq ($(BACKEND),cpu)
   COMPILE_CU := $(COMPILE) -x c++
