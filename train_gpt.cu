@@ -482,11 +482,13 @@ Tensor head_forward(const Pass& p, Tensor inp) {
     return out;
 }
 
-// The head's input: normf, or the rows of the loss tokens alone, gathered into dnormf's memory.
+// The head's input: normf, or the rows of the loss tokens alone, gathered into dnormf's memory; with a temperature
+// divided by it.
 Tensor head_input(const Pass& p) {
     const Tensor &normf = p.acts.normf, &gathered = p.acts.dnormf;
     if (!p.in.loss_rows) return normf;
-    gather_rows(gathered.rows(0, p.in.head_tokens()), normf.rows(0, p.in.n), p.in.loss_rows, p.stream());
+    gather_rows(gathered.rows(0, p.in.head_tokens()), normf.rows(0, p.in.n), p.in.loss_rows, p.stream(),
+                logit_scale(p.acts));
     return gathered;
 }
 
@@ -568,7 +570,8 @@ void head_forward_backward(const Pass& p, float dloss, bool first_micro) {
     else
         for (int64_t begin = 0; begin < n; begin += chunk)
             linear_cross_entropy(rows(begin, std::min(begin + chunk, n)), p.stream());
-    if (in.loss_rows) scatter_rows(acts.dnormf.rows(0, in.n), dinp.rows(0, n), in.loss_rows, p.stream());
+    if (!in.loss_rows) return;
+    scatter_rows(acts.dnormf.rows(0, in.n), dinp.rows(0, n), in.loss_rows, p.stream(), logit_scale(acts));
 }
 
 struct NormGradients {

@@ -291,7 +291,9 @@ void parse_run(CLI::App& app, TrainOptions& o, const Args& args, const std::vect
     // CLI11 writes options that were not given and have no default as `name=""`: leave them out.
     std::istringstream lines(app.config_to_str(true, false));
     for (std::string line; std::getline(lines, line);) {
-        if (!ends_with(line, "=\"\"") && !starts_with(line, "epochs=")) o.toml += line + "\n";  // steps say it
+        const bool of_command = starts_with(line, "verifier-") && o.scorer.command.command.empty();
+        if (ends_with(line, "=\"\"") || starts_with(line, "epochs=") || of_command) continue;  // steps say it
+        o.toml += line + "\n";
     }
 }
 

@@ -330,7 +330,7 @@ void set_default_rates(TrainSetup& s) {
     const size_t own = of_muon && !s.o.lora.on() ? NUM_RATE_GROUPS : 1;
     for (size_t g = 0; g < own; g++)
         if (!*options[g]) *options[g] = defaults[g];
-    for (const auto& [name, rate] : named_rates(s)) set_toml(s.o.toml, name, str(rate));
+    for (const auto& [name, rate] : named_rates(s)) set_toml(s.o.toml, name, json(rate).dump());  // every digit
 }
 
 // Of the first data directory, with so many samples a step.

@@ -369,7 +369,7 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     if (r.skip) {
         line["skipped"] = true;
         if (r.skip == SKIP_SPIKE) line["spike"] = true;
-        if (!q.loss_terms) line["no_loss_tokens"] = true;
+        if (!q.loss_terms) line[options.rollout.on() ? "idle" : "no_loss_tokens"] = true;
         line["skips"] = q.step - r.t;  // since step 1
     }
     std::string of_pairs = options.rollout.on() ? log_policy(line, q) : "";
@@ -390,13 +390,15 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
         line["fp8_underflowed"] = fraction(FP8_UNDERFLOWED);
     }
     write_log(log, line);
+    const bool idle = options.rollout.on() && !q.loss_terms;
     char text[224];
     std::snprintf(text, sizeof text, "loss %.4f%s  lr %.2e  norm %.3f  %.0f tokens/s  epoch %.2f", r.loss,
                   of_pairs.c_str(), r.lr, r.grad_norm, tokens_per_s, epoch);
-    progress.step(q.step, q.loss_terms || options.rollout.on() ? text : "no loss tokens");
+    progress.step(q.step, idle           ? of_pairs.substr(2) + "  equal rewards"
+                          : q.loss_terms ? text
+                                         : "no loss tokens");
 
     const bool spike = r.skip == SKIP_SPIKE;
-    const bool idle = options.rollout.on() && !q.loss_terms;  // the source of the batches tells of it
     if (r.skip && !idle)
         progress.note(str("step ", q.step,
                           !q.loss_terms ? ": none of its tokens has a loss"

@@ -108,6 +108,7 @@ std::unique_ptr<CLI::App> rl_app(TrainOptions& o) {
     {
         const InGroup group(*app, help_group::ANSWERS);
         add_scorer_options(*app, o.scorer);
+        app->get_option("--verifier-processes")->default_str(str(o.scorer.command.processes));  // for run.toml
     }
     add_learning_options(*app, o);
     add_lora_options(*app, o.lora);
