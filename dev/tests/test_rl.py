@@ -83,6 +83,7 @@ class RlTest(TrainingTest):
             # Sampling and training compute in fp32: a log-probability of about −5 differs by some of its last bits.
             self.assertLess(line["sampler_gap_largest"], 1e-4)
             self.assertLessEqual(line["sampler_gap"], line["sampler_gap_largest"])
+            self.assertLessEqual(line["policy_tokens"], 32 * 6)
             self.assertEqual((line["kl"], line["clip_fraction"]), (0, 0))  # with one update π_θ is π_old
         self.assertGreater(max(line["sampler_gap_largest"] for line in learnt), 0)
         idle = [line for line in lines if line.get("idle")]
@@ -95,6 +96,19 @@ class RlTest(TrainingTest):
         self.assertAlmostEqual(sum(line["reward"] for line in first) / 32, rewards[0])
         for line in first:
             self.assertEqual(line["reward"], float("e" in line["completion"]))
+
+    def test_every_rollout_samples_anew(self):
+        out = self.rl("anew", "--lr", 0, "--steps", 3, "--completions-every", 1)
+        texts = {}
+        with open(os.path.join(out, "completions.jsonl")) as file:
+            for line in map(json.loads, file):
+                texts.setdefault(line["step"], {}).setdefault(line["prompt"], []).append(line["completion"])
+        self.assertEqual(len(texts), 3)
+        for of_step in texts.values():
+            self.assertEqual([len(of_prompt) for of_prompt in of_step.values()], [4] * 4)  # each prompt once an epoch
+        groups = [tuple(of_prompt) for of_step in texts.values() for of_prompt in of_step.values()]
+        self.assertEqual(len(set(groups)), 12)
+        self.assertGreater(len({tuple(of_step) for of_step in texts.values()}), 1)  # in another order
 
     def test_resumes_to_the_bit(self):
         for name, options in {"adamw": [], "muon": ["--optimizer", "muon"], "lora": ["--lora-rank", 2, "--kl", 0.05],
