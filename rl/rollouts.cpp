@@ -207,7 +207,7 @@ void Rollouts::learn_from(const std::vector<Summary>& all) {
     std::vector<int64_t> lengths;
     for (const Summary& s : all) {
         rewards.push_back(s.reward);
-        lengths.push_back(s.length);
+        lengths.push_back(options.keep_truncated || !s.truncated ? s.length : 0);
     }
     const std::vector<float> of_all = advantages(rewards, G, options.advantage);
     int64_t left_out = 0;
