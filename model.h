@@ -146,8 +146,8 @@ struct RunShape {
     int64_t nf4_weight = 0;                                // QLoRA: elements of the largest weight in NF4; 0: none
     std::optional<Packing> packing = {};                   // of the matrices, for inference
     std::optional<PreferenceOptions> preference = {};      // training on pairs (driver/sequence_loss.h)
-    std::optional<RolloutFlags> rollout = {};  // reinforcement learning (rl/)
-    int64_t rollout_bytes = 0;                 // that rollouts use between steps
+    std::optional<RolloutFlags> rollout = {};              // reinforcement learning (rl/)
+    int64_t rollout_bytes = 0;                             // that rollouts use between steps
     bool offload_inputs = false;  // the blocks' inputs, but the last one's, wait in host memory for the backward pass
     bool deterministic = true;    // false: attention's backward pass may add in any order
     Target target = this_target();
@@ -291,7 +291,7 @@ struct Input {
     bool old_policy = false;  // as Batch has it
 
     int64_t head_tokens() const { return loss_rows ? loss_rows.shape[0] : n; }
-    int64_t head_kind() const { return two_passes || old_policy ? -head_tokens() : head_tokens(); }  // of recorded micro-steps
+    int64_t head_kind() const { return two_passes || old_policy ? -head_tokens() : head_tokens(); }  // of graphs
 };
 // loss_tokens_only: for backward(), which then computes the head only of tokens with a target.
 Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bool loss_tokens_only = false);

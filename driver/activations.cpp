@@ -98,12 +98,12 @@ enum Dims {
     CHUNK_LOGITS,   // [chunk, Vp]
     PAIRS_3,        // [most_pairs(N), 3]
     PAIRS_2,
-    PAIR_STATS,  // [most_pairs(N), NUM_PAIR_STATS]
+    PAIR_STATS,    // [most_pairs(N), NUM_PAIR_STATS]
     POLICY_TERMS,  // [5, N]
     ROLLOUT_BYTES,
-    STEP_SUMS,   // [ranks, NUM_STEP_SUMS]
-    DQ_SUMS,     // [AttentionSumRows::dq, NH·HS]
-    DKV_SUMS,    // [AttentionSumRows::dkv, 2·NKV·HS]
+    STEP_SUMS,  // [ranks, NUM_STEP_SUMS]
+    DQ_SUMS,    // [AttentionSumRows::dq, NH·HS]
+    DKV_SUMS,   // [AttentionSumRows::dkv, 2·NKV·HS]
     ONE,
     TWO,
     SAMPLING_ROW,
@@ -249,8 +249,8 @@ struct PassRow {
     unsigned when;
 };
 
-constexpr StepPhase BEFORE = StepPhase::Before, START = StepPhase::Start, LAST_BLOCK = StepPhase::LastBlock, HEAD = StepPhase::Head,
-                    UPDATE = StepPhase::Update;
+constexpr StepPhase BEFORE = StepPhase::Before, START = StepPhase::Start, LAST_BLOCK = StepPhase::LastBlock,
+                    HEAD = StepPhase::Head, UPDATE = StepPhase::Update;
 
 constexpr PassRow<InputActs> INPUT_ACTIVATIONS[] = {
     {&InputActs::tokens, "tokens", N_1, DType::I32, START, UPDATE, ALWAYS},
@@ -491,8 +491,7 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
            (c.qk_norm == QkNorm::AllHeads ? ALL_HEADS_NORM : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
            (c.norm_after ? NORM_AFTER : NORM_BEFORE) | (shape.fp8.on ? FP8 : 0u) |
            (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u) | (widest_adapter(shape) ? LORA : 0u) |
-           (shape.nf4_weight ? NF4 : 0u) | (shape.preference ? PAIRS : 0u) |
-           (shape.rollout ? POLICY : 0u) |
+           (shape.nf4_weight ? NF4 : 0u) | (shape.preference ? PAIRS : 0u) | (shape.rollout ? POLICY : 0u) |
            (shape.adds_in_matmul ? ADD_IN_MATMUL : ADD_IN_NORM) |
            (shape.activation_epilogue == ActivationEpilogue::Both ? ACT_IN_FC : ACT_AFTER_FC);
 }
@@ -621,7 +620,8 @@ int64_t Activations::staging_bytes() const {
     const int64_t N = shape.B * shape.T;
     const int64_t of_pairs = shape.preference ? most_pairs(N) * (int64_t(sizeof(PairRows)) + 2 * 4) : 0;
     const int64_t of_policy = shape.rollout ? NUM_POLICY_TERMS * N * 4 : 0;
-    return (5 * N + 2) * 4 + 8 + of_pairs + of_policy + (angles_by_token(config, shape) ? N * config.rotary_channels() * 4 : 0);
+    return (5 * N + 2) * 4 + 8 + of_pairs + of_policy +
+           (angles_by_token(config, shape) ? N * config.rotary_channels() * 4 : 0);
 }
 
 const std::vector<int32_t>& Activations::angle_rows(const Batch& batch, Stream stream) const {

@@ -18,9 +18,9 @@ AnswerPrompts answer_prompts(const std::vector<Problem>& problems, const std::st
     std::string text;
     for (const Problem& p : problems) {
         text += p.prompt;
-        require(out.chat_template || p.messages.empty(), file, ": has messages, which need a chat template; ",
-                use_template ? str(source.name, " has none, so give each line a prompt")
-                             : "leave out --chat-template off");
+        require(
+            out.chat_template || p.messages.empty(), file, ": has messages, which need a chat template; ",
+            use_template ? str(source.name, " has none, so give each line a prompt") : "leave out --chat-template off");
         const std::vector<Message> messages =
             p.messages.empty() ? std::vector<Message>{{"user", p.prompt}} : p.messages;
         out.tokens.push_back(out.chat_template ? out.chat_template->tokens(messages, true, now, tokenizer)

@@ -182,12 +182,9 @@ std::vector<std::pair<std::string, double>> policy_metrics(const std::vector<dou
         for (size_t i = 0; i < NUM_POLICY_STATS; i++)
             s[i] = i == POLICY_LARGEST_GAP ? std::max(s[i], sums[row + i]) : s[i] + sums[row + i];
     const double tokens = std::max(s[POLICY_TOKENS], 1.0);
-    return {{"entropy", s[POLICY_ENTROPY] / tokens},
-            {"kl", s[POLICY_KL] / tokens},
-            {"clip_fraction", s[POLICY_CLIPPED] / tokens},
-            {"sampler_gap", s[POLICY_SAMPLER_GAP] / tokens},
-            {"sampler_gap_largest", s[POLICY_LARGEST_GAP]},
-            {"policy_tokens", s[POLICY_TOKENS]}};
+    return {{"entropy", s[POLICY_ENTROPY] / tokens},        {"kl", s[POLICY_KL] / tokens},
+            {"clip_fraction", s[POLICY_CLIPPED] / tokens},  {"sampler_gap", s[POLICY_SAMPLER_GAP] / tokens},
+            {"sampler_gap_largest", s[POLICY_LARGEST_GAP]}, {"policy_tokens", s[POLICY_TOKENS]}};
 }
 
 void sum_pairs(const Pass& p, bool accumulate) {
@@ -220,11 +217,12 @@ std::string PreferenceFlags::description() const {
 
 std::string RolloutFlags::description() const {
     if (!on()) return "none";
-    return str(prompts, " prompts x ", completions, " completions of ", max_tokens, " tokens, temperature ", temperature,
-               ", advantage ", ADVANTAGE_NAMES[size_t(advantage)], ", loss norm ", LOSS_NORM_NAMES[size_t(loss_norm)],
-               ", ", updates, " updates, truncated ", keep_truncated ? "keep" : "mask", ", clip ", policy.clip_low, " ",
-               policy.clip_high, ", kl ", policy.kl, ", importance cap ", policy.importance_cap,
-               chat_template ? "" : ", no chat template", ignore_eos ? ", past end tokens" : "");
+    return str(prompts, " prompts x ", completions, " completions of ", max_tokens, " tokens, temperature ",
+               temperature, ", advantage ", ADVANTAGE_NAMES[size_t(advantage)], ", loss norm ",
+               LOSS_NORM_NAMES[size_t(loss_norm)], ", ", updates, " updates, truncated ",
+               keep_truncated ? "keep" : "mask", ", clip ", policy.clip_low, " ", policy.clip_high, ", kl ", policy.kl,
+               ", importance cap ", policy.importance_cap, chat_template ? "" : ", no chat template",
+               ignore_eos ? ", past end tokens" : "");
 }
 
 PairSums pair_sums_of(const StepScalars& step) {

@@ -62,8 +62,8 @@ using HeadRows = std::function<LinearCrossEntropy(int64_t begin, int64_t end)>;
 // The losses of all head rows, the pairs' stats, and the gradients of dloss times the sum of the pairs' losses.
 void pair_head_forward_backward(const Pass& p, float dloss, const HeadRows& head);
 
-// The losses of all head rows, the gradients of dloss times the sum of the policy's losses, and the sums of PolicyStat in
-// this rank's row of acts.sums from SUM_LOSS on. accumulate: these sums are added to what is there.
+// The losses of all head rows, the gradients of dloss times the sum of the policy's losses, and the sums of PolicyStat
+// in this rank's row of acts.sums from SUM_LOSS on. accumulate: these sums are added to what is there.
 void policy_head_forward_backward(const Pass& p, float dloss, bool accumulate, const HeadRows& head);
 // Σ ln of the probability that the model, with or without its adapters, gives to each target of the batch at the run's
 // temperature: by position, 0 where there is none. One forward pass; waits for it.

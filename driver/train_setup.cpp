@@ -123,7 +123,8 @@ std::unique_ptr<Tokenizer> TrainSetup::tokenizer() const {
 }
 
 bool TrainSetup::packs() const {
-    return rollout || std::any_of(data.begin(), data.end(), [](const TrainingData& d) { return d.train_packing != nullptr; });
+    return rollout ||
+           std::any_of(data.begin(), data.end(), [](const TrainingData& d) { return d.train_packing != nullptr; });
 }
 
 LoraBase TrainSetup::lora_base() const {
@@ -594,8 +595,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(o.resume || checkpoints.empty(), "--out ", o.out,
             " already holds checkpoints; add --resume to continue, or name another directory");
 
-    const DataUse use{0, o.data,
-                      rollout ? hash_of(read_file(o.data)) : fingerprint(all_data, mixture_of(all_data))};
+    const DataUse use{0, o.data, rollout ? hash_of(read_file(o.data)) : fingerprint(all_data, mixture_of(all_data))};
     TrainSetup s{std::move(o), std::move(all_data), std::move(source), {}, use, {}};
     s.rollout = std::move(rollout);
     if (!s.o.eval_multiple_choice.empty()) {
@@ -623,9 +623,9 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             " is not a multiple of batch-size x seq-len x ranks = ", micro_tokens,
             "; the nearest multiples: ", nearest_multiples(s.o.total_batch_tokens, micro_tokens));
     s.micro_steps = most_micro_steps(s.o, world);
-    s.epochs_per_step = s.rollout ? double(s.o.rollout.prompts) /
-                                        double(s.o.rollout.updates * int64_t(s.rollout->problems.size()))
-                                  : epochs_per_step(s, s.o.total_batch_tokens / s.o.seq_len);
+    s.epochs_per_step =
+        s.rollout ? double(s.o.rollout.prompts) / double(s.o.rollout.updates * int64_t(s.rollout->problems.size()))
+                  : epochs_per_step(s, s.o.total_batch_tokens / s.o.seq_len);
     set_defaults(s);
     if (s.rollout) end_with_rollouts(s);
     check_incomplete_checkpoints(s);

@@ -134,8 +134,10 @@ Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<D
       checkpoints(ctx, model.trained().table,
                   {options.out, options.keep, float_type(options.save_dtype), options.on_save_error == "stop"}),
       asked_to_stop(static_cast<size_t>(ctx.world)),
-      watchdog(options.step_timeout, str("train_gpt: ", options.command, ": ", ctx.world > 1 ? str("rank ", ctx.rank, ": ") : ""),
-               str(" (--step-timeout); '", options.command, " --resume --out ", options.out, "' continues from the last checkpoint")) {
+      watchdog(options.step_timeout,
+               str("train_gpt: ", options.command, ": ", ctx.world > 1 ? str("rank ", ctx.rank, ": ") : ""),
+               str(" (--step-timeout); '", options.command, " --resume --out ", options.out,
+                   "' continues from the last checkpoint")) {
     tokenizer = setup.tokenizer();
     if (!setup.questions.empty()) choices = make_choices(setup.questions, *tokenizer, setup.source.config.vocab_size);
     for (const TrainingData& data : setup.data)
@@ -394,9 +396,7 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     char text[224];
     std::snprintf(text, sizeof text, "loss %.4f%s  lr %.2e  norm %.3f  %.0f tokens/s  epoch %.2f", r.loss,
                   of_pairs.c_str(), r.lr, r.grad_norm, tokens_per_s, epoch);
-    progress.step(q.step, idle           ? of_pairs.substr(2) + "  equal rewards"
-                          : q.loss_terms ? text
-                                         : "no loss tokens");
+    progress.step(q.step, idle ? of_pairs.substr(2) + "  equal rewards" : q.loss_terms ? text : "no loss tokens");
 
     const bool spike = r.skip == SKIP_SPIKE;
     if (r.skip && !idle)

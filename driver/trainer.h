@@ -51,7 +51,7 @@ struct Trainer {
         static constexpr size_t FP8_BYTES = NUM_FP8_COUNTS * sizeof(int64_t);
         HostMemory memory{host_alloc(sizeof(StepScalars)), host_free};  // pinned, for the scalars
         HostMemory counts{host_alloc(FP8_BYTES), host_free};            // pinned
-        HostMemory sums{nullptr, host_free};  // reinforcement learning: pinned, for acts.sums
+        HostMemory sums{nullptr, host_free};                            // reinforcement learning: pinned, for acts.sums
         StepScalars* scalars() const { return static_cast<StepScalars*>(memory.get()); }
         int64_t* fp8_counts() const { return static_cast<int64_t*>(counts.get()); }
     };
@@ -69,9 +69,9 @@ struct Trainer {
     Optimizer optimizer;
     CheckpointSaver checkpoints;
     int64_t step = 0, saved_step = -1;
-    double val_loss = NAN;         // of this step; NAN: not evaluated
-    std::vector<Choice> choices;   // of the questions of --eval-multiple-choice
-    PairReference reference;       // of preference pairs, where it is computed once; empty in warm_up()
+    double val_loss = NAN;        // of this step; NAN: not evaluated
+    std::vector<Choice> choices;  // of the questions of --eval-multiple-choice
+    PairReference reference;      // of preference pairs, where it is computed once; empty in warm_up()
     bool stores_reference() const { return options.preference.has_reference() && !options.preference.adapters_off; }
     // Of micro-steps: [first of its step][last of its step, where that differs], by Input::head_kind().
     std::map<int64_t, Graph> graphs[2][2];

@@ -218,10 +218,9 @@ void Engine::allocate(const InferenceWeights& model_weights, const Tensor& share
     weights = model_weights;
     require(options.adapters == 0 || int64_t(weights.adapters.size()) == config.layers, "engine: adapters of ",
             weights.adapters.size(), " layers, expected ", config.layers);
-    const auto part = [&](int64_t begin, int64_t size) {
-        return shared ? shared.rows(begin, begin + size) : Tensor{};
-    };
-    const int64_t states_at = ArenaPlan::aligned(cache.bytes()), rest_at = states_at + ArenaPlan::aligned(states.bytes());
+    const auto part = [&](int64_t begin, int64_t size) { return shared ? shared.rows(begin, begin + size) : Tensor{}; };
+    const int64_t states_at = ArenaPlan::aligned(cache.bytes()),
+                  rest_at = states_at + ArenaPlan::aligned(states.bytes());
     cache.allocate(part(0, cache.bytes()));
     states.allocate(part(states_at, states.bytes()));
     memory = shared ? Arena(part(rest_at, plan.bytes())) : Arena(plan.bytes(), "activations");

@@ -2,10 +2,9 @@
 //
 // G completions of a prompt form a group; r_i is the reward of the i-th, μ the mean of its group's rewards.
 //
-//   group      A_i = (r_i − μ) / (σ + 10⁻⁴), σ of the group's rewards   (Shao et al. 2024, "DeepSeekMath", section 4.1.2)
-//   batch      the same with σ of all rewards of the rollout             (as trl's scale_rewards "batch")
-//   mean-only  A_i = r_i − μ                                              (Liu et al. 2025, "Understanding R1-Zero-Like
-//                                                                         Training", equation 3: Dr. GRPO)
+//   group      A_i = (r_i − μ) / (σ + 10⁻⁴), σ of the group's rewards   (Shao et al. 2024, "DeepSeekMath", 4.1.2)
+//   batch      the same with σ of all rewards of the rollout             (trl's scale_rewards "batch")
+//   mean-only  A_i = r_i − μ                                              (Liu et al. 2025, "Dr. GRPO", equation 3)
 //
 // σ is that of a sample: the sum of squares is divided by the number less one. 10⁻⁴ is trl's. All advantages of a group
 // whose rewards are equal are exactly 0.
@@ -17,8 +16,8 @@
 //   batch     w_t = 1,       D = Σ|o_i|             a mean over tokens                 (Yu et al. 2025, "DAPO", eq. 8)
 //   constant  w_t = 1,       D = N·(longest length allowed)                            (Liu et al. 2025: Dr. GRPO)
 //
-// D counts all completions, those that are not learnt from included: the ones that were cut, and groups without a
-// difference.
+// D counts all completions, those that are not learnt from included: the ones that were cut, whose tokens it does not
+// count where they are masked, and groups without a difference. All as in trl.
 #pragma once
 
 #include <cstdint>
@@ -34,5 +33,5 @@ bool group_differs(const std::vector<double>& rewards, size_t begin, int64_t G);
 
 // w_t of a completion of so many tokens.
 float token_weight(LossNorm norm, int64_t length);
-// D. lengths: of all completions, on all ranks.
+// D. lengths: of all completions, on all ranks; 0: it is masked.
 int64_t loss_divisor(LossNorm norm, const std::vector<int64_t>& lengths, int64_t max_tokens);

@@ -84,9 +84,9 @@ std::unique_ptr<CLI::App> rl_app(TrainOptions& o) {
     const std::string unless_resumed = "required without --resume: ";
     CLI::Option* const model = app->get_option("--model");
     model->description(unless_resumed + model->get_description());
-    app->add_option("--data", o.data,
-                    unless_resumed +
-                        "file with one prompt per line: {\"prompt\": text, \"answer\": text, \"verifier\": name}")
+    app->add_option(
+           "--data", o.data,
+           unless_resumed + "file with one prompt per line: {\"prompt\": text, \"answer\": text, \"verifier\": name}")
         ->required();
     app->add_option("--out", o.out, "run directory to write")->required();
     add_run_options(*app, o);
@@ -127,17 +127,18 @@ std::unique_ptr<CLI::App> rl_app(TrainOptions& o) {
 }
 
 const std::vector<std::string> SHORT_HELP = {
-    "--model",     "--data", "--out",       "--resume", "--steps",     "--prompts",     "--completions", "--max-tokens",
-    "--verifier",  "--lr",   "--lora-rank", "--qlora",  "--optimizer", "--temperature", "--advantage",   "--loss-norm",
-    "--kl",        "--dtype", "--save-every", "--gpus"};
+    "--model",      "--data",      "--out", "--resume",    "--steps",      "--prompts",   "--completions",
+    "--max-tokens", "--verifier",  "--lr",  "--lora-rank", "--qlora",      "--optimizer", "--temperature",
+    "--advantage",  "--loss-norm", "--kl",  "--dtype",     "--save-every", "--gpus"};
 
 // Filters and penalties make the sampler another distribution than the one that is learnt.
 void refuse_filters(const Args& args) {
     for (const char* name :
          {"--top-k", "--top-p", "--min-p", "--repeat-penalty", "--presence-penalty", "--frequency-penalty"})
         if (is_typed(name, args))
-            throw UsageError(str(name, ": what is sampled would have other probabilities than what is learnt; leave it "
-                                       "out, or use --temperature"));
+            throw UsageError(str(name,
+                                 ": what is sampled would have other probabilities than what is learnt; leave it "
+                                 "out, or use --temperature"));
 }
 
 TrainOptions parse_rl(const Args& args) {

@@ -154,8 +154,8 @@ bool Rollouts::sample(int64_t rollout) {
             const int64_t prompt = rollout * options.prompts + p;
             const size_t problem = problem_of(prompt);
             sampled.push_back({problem, Completion(trainer.tokenizer.get(), data.completion), {}, {}, {}});
-            requests.push_back({data.prompts.tokens[problem], 0, prompt * options.completions + g,
-                                &sampled.back().completion, {}});
+            requests.push_back(
+                {data.prompts.tokens[problem], 0, prompt * options.completions + g, &sampled.back().completion, {}});
             requests.back().adapter = bank ? 0 : -1;
         }
     ContextPolicy whole;  // a prompt and its completion fit
@@ -192,7 +192,8 @@ void Rollouts::score() {
         Sampled& s = sampled[i];
         s.scores = scores[i];
         s.reward = data.problems[s.problem].reward(s.scores);
-        require(std::isfinite(s.reward), "the reward of a completion is not finite; lower the weights of its verifiers");
+        require(std::isfinite(s.reward),
+                "the reward of a completion is not finite; lower the weights of its verifiers");
     }
     entries.emplace_back("scoring_seconds", seconds_since(begin));
     if (trainer.options.scorer.zero_on_error) entries.emplace_back("verifier_errors", double(scorer.failures()));
@@ -207,7 +208,7 @@ void Rollouts::learn_from(const std::vector<Summary>& all) {
     std::vector<int64_t> lengths;
     for (const Summary& s : all) {
         rewards.push_back(s.reward);
-        lengths.push_back(s.length);
+        lengths.push_back(options.keep_truncated || !s.truncated ? s.length : 0);
     }
     const std::vector<float> of_all = advantages(rewards, G, options.advantage);
     int64_t left_out = 0;
@@ -246,8 +247,7 @@ void Rollouts::learn_from(const std::vector<Summary>& all) {
 void Rollouts::add_log_probabilities() {
     const auto add = [&](bool adapters, float Batch::PolicyTerms::*field) {
         for (Batch& batch : batches) {
-            const std::vector<float> logps =
-                target_logps(trainer.ctx, trainer.model, trainer.acts, batch, adapters);
+            const std::vector<float> logps = target_logps(trainer.ctx, trainer.model, trainer.acts, batch, adapters);
             for (size_t i = 0; i < logps.size(); i++) batch.policy[i].*field = logps[i];
         }
     };

@@ -212,7 +212,9 @@ TEST(PolicyLoss, ClipsOnOneSide) {
         EXPECT_EQ(got.stats[POLICY_CLIPPED], c.clipped) << c.log_ratio << " " << c.advantage;
         EXPECT_EQ(got.dlosses[0] == 0, c.clipped || c.advantage == 0) << c.log_ratio << " " << c.advantage;
         const double bound = c.log_ratio > 0 ? 1.625 : 1 - double(0.4f);
-        if (c.clipped) EXPECT_EQ(got.stats[POLICY_LOSS], -0.5 * c.advantage * bound) << c.log_ratio;
+        if (c.clipped) {
+            EXPECT_EQ(got.stats[POLICY_LOSS], -0.5 * c.advantage * bound) << c.log_ratio;
+        }
     }
     for (const double advantage : {-1.0, 1.0}) {  // a ratio of 1 at both ends of the range
         Tokens t;
@@ -259,7 +261,7 @@ TEST(PolicyLoss, NaNPropagates) {
         EXPECT_TRUE(std::isnan(got.stats[POLICY_LOSS])) << which;
         for (size_t i = 0; i < t.losses.size(); i++)
             EXPECT_EQ(std::isnan(got.dlosses[i]), i == at) << which << " " << i;
-        if (which == 1 || which == 2) EXPECT_TRUE(std::isnan(got.stats[POLICY_LARGEST_GAP])) << which;
+        EXPECT_EQ(std::isnan(got.stats[POLICY_LARGEST_GAP]), which == 1 || which == 2) << which;
     }
 }
 
