@@ -356,8 +356,8 @@ void write_scalars(const Context& ctx, const Activations& acts, const StepScalar
 // The memory plan, printed before anything is allocated.
 
 GradientOptions gradient_options(const RunOptions& options, uint64_t seed = 0);
-Fp8Options fp8_options(Fp8Options options, const Model& model);  // with what depends on the model
-Offload offload_options(const std::string& what);                // of --offload
+Fp8Options fp8_options(Fp8Options options, const Model& model);                    // with what depends on the model
+Offload offload_options(const std::string& what);                                  // of --offload
 MemoryPlan memory_plan(const Model& model, const Target& target = this_target());  // the weights alone
 MemoryPlan memory_plan(const Model& model, const Activations& acts, const GradientOptions& gradients = {});
 // The model that a run with these options trains on this rank, and the shape of its micro-steps. Nothing is allocated.

@@ -3,8 +3,8 @@
 // magnitude that never changes. The weights in the model's dtype are not kept.
 //
 // A matmul of the forward pass reads the codes by rows, that of an input's gradient reads them transposed. Both
-// orientations are kept (2 bytes a weight), or the rows alone (1 byte), which are transposed at each use. The codes, and
-// so all results, are the same.
+// orientations are kept (2 bytes a weight), or the rows alone (1 byte), which are transposed at each use. The codes,
+// and so all results, are the same.
 #pragma once
 
 #include <map>

@@ -45,15 +45,14 @@ void quantise_gradient(const Block& b, Role role, const Fp8Producer& produce) {
     const Activations& acts = b.p.acts;
     const int64_t n = b.p.in.n, OC = linear_layer_sizes(acts.config, role).outputs;
     const Tensor columns = b.p.model.table.frozen ? Tensor{} : code_matrix(acts.fp8_columns, OC, n);
-    acts.fp8->quantise(Fp8Operand::Gradient, role, b.l, code_matrix(acts.fp8_rows, n, OC), columns, false,
-                       b.p.stream(), produce);
+    acts.fp8->quantise(Fp8Operand::Gradient, role, b.l, code_matrix(acts.fp8_rows, n, OC), columns, false, b.p.stream(),
+                       produce);
 }
 
 void fp8_weight_gradient(const Block& b, Role role, Tensor inp_t) {
     const Activations& acts = b.p.acts;
     const Into dweight = b.grad(role);
-    const Tensor columns =
-        code_matrix(acts.fp8_columns, linear_layer_sizes(acts.config, role).outputs, b.p.in.n);
+    const Tensor columns = code_matrix(acts.fp8_columns, linear_layer_sizes(acts.config, role).outputs, b.p.in.n);
     // In full fp32: the sums of gradients are long.
     matmul_fp8(dweight.t, acts.fp8->matrix(Fp8Operand::Gradient, role, b.l, columns),
                acts.fp8->matrix(Fp8Operand::Input, role, b.l, inp_t), {}, dweight.add, false, acts.forward_scratch,

@@ -1,6 +1,6 @@
 // The matmuls of a linear layer of a block in fp8 (driver/linear_layer.h): its operands are quantised into scratch
-// (Activations::fp8_rows, fp8_columns) with the scales of driver/fp8_state.h. cuBLASLt multiplies codes only along their
-// rows, so the gradients' matmuls read weight, input and the gradient of the output transposed.
+// (Activations::fp8_rows, fp8_columns) with the scales of driver/fp8_state.h. cuBLASLt multiplies codes only along
+// their rows, so the gradients' matmuls read weight, input and the gradient of the output transposed.
 //
 // Frozen weights come out of driver/fp8_base.h, or straight out of NF4 (kernels/nf4.h). They have no gradients, so
 // neither the columns of the input nor those of the gradient are needed.

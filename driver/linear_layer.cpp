@@ -74,8 +74,8 @@ void linear_forward(const Block& b, Role role, Tensor out, Tensor inp, Tensor co
     if (weights_of(b, role).packed) return packed_forward(b.p, out, inp, weights_of(b, role), add);
     const Tensor bias = weights_of(b, role).bias;
     const LoraWeights& lora = weights_of(b, role).lora;
-    // Adapters that cover all of out write it first, and the matmul with the weight adds to it: the read of out hides in
-    // that matmul's epilogue, while a thin matmul would wait for it. A matmul in fp8 cannot add a bias as well.
+    // Adapters that cover all of out write it first, and the matmul with the weight adds to it: the read of out hides
+    // in that matmul's epilogue, while a thin matmul would wait for it. A matmul in fp8 cannot add a bias as well.
     const bool writes = lora.a && lora.b.shape[0] == out.shape[1] && !(b.fp8() && bias);
     if (writes) {
         lora_forward(b, role, over(out), inp);
@@ -106,8 +106,9 @@ void weight_backward(const Block& b, Role role, Tensor dout, Tensor inp, Tensor 
 namespace {
 
 // LoRA: with h = s·A·inp of the forward pass, dB = doutᵀ·h; with dh = s·dout·B, dA = dhᵀ·inp and dinp = dh·A. dinp may
-// be null.
-void lora_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor inp) {
+// be null. The matmul with the frozen weight comes after it and adds to dinp, as in linear_forward().
+void lora_backward(const Block& b, Role role, Into& dinp, Tensor dout, Tensor inp) {
+    if (!weights_of(b, role).lora.a) return;
     const Range range(b.p.ctx.profiler, "lora");
     const Stream stream = b.p.stream();
     const Model& adapters = *b.p.model.adapters;
@@ -126,6 +127,7 @@ void lora_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor inp
     });
     matmul_backward_weight(da, {}, dlow_rank, inp, accumulate, stream);
     if (dinp) matmul_backward_input(dinp.t, dlow_rank, lora.a, dinp.add, stream);
+    dinp.add = true;
 }
 
 }  // namespace
@@ -134,10 +136,7 @@ void fp8_linear_backward(const Block& b, Role role, Into dinp, Tensor dout, Tens
                          const Fp8Producer& produce) {
     const bool frozen = b.p.model.table.frozen;
     if (dinp || !frozen) quantise_gradient(b, role, produce);
-    if (weights_of(b, role).lora.a) {  // before the frozen weight's matmul, which adds to dinp, as in linear_forward()
-        lora_backward(b, role, dinp, dout, inp);
-        dinp.add = true;
-    }
+    lora_backward(b, role, dinp, dout, inp);
     const Range range(b.p.ctx.profiler, linear_name(role));
     if (!frozen) fp8_weight_gradient(b, role, inp_t);
     if (dinp) fp8_input_gradient(b, role, dinp);
@@ -155,10 +154,7 @@ void linear_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor i
                                    [&](const Fp8Output& out) { fp8_quantise(out, dout, stream); });
     }
     weight_backward(b, role, dout, inp, dbias);
-    if (weights_of(b, role).lora.a) {  // before the frozen weight's matmul, which adds to dinp, as in linear_forward()
-        lora_backward(b, role, dinp, dout, inp);
-        dinp.add = true;
-    }
+    lora_backward(b, role, dinp, dout, inp);
     if (!dinp) return;
     const Range range(b.p.ctx.profiler, linear_name(role));
     matmul_backward_input(dinp.t, dout, linear_weight(b, role), dinp.add, stream);

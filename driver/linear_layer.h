@@ -38,7 +38,7 @@ Tensor bias_gradient(const Block& b, Role role);
 // out = inp·weightᵀ + bias + add with a packed weight (driver/packed_weights.h); add may be null.
 void packed_forward(const Pass& p, Tensor out, Tensor inp, const LinearWeights& weights, Tensor add = {});
 
-// fp8: the same, and the gradient of the input. produce quantises dout, which need not be given without adapters; inp_t:
-// the quantised columns of inp, which are not needed where the weight is frozen.
+// fp8: the same, and the gradient of the input. produce quantises dout, which need not be given without adapters;
+// inp_t: the quantised columns of inp, which are not needed where the weight is frozen.
 void fp8_linear_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor inp, Tensor inp_t,
                          const Fp8Producer& produce);

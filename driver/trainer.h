@@ -86,8 +86,8 @@ struct Trainer {
     void find_peak_flops();
     void load_base();  // of adapters
     void check_base_scales();
-    void start();      // initialises or loads weights, optimizer state and step number
-    void warm_up();    // chooses GEMM algorithms, records graphs
+    void start();    // initialises or loads weights, optimizer state and step number
+    void warm_up();  // chooses GEMM algorithms, records graphs
     void adopt_checkpoint_choices();
     Batch warm_up_batch() const;
     // Of the validation split of data directory k: the loss and a text; `entry` gets what the log has of it.

@@ -111,7 +111,8 @@ void fp8_transpose(Tensor columns, Tensor rows, Stream) {
 #pragma omp parallel for schedule(static) if (N * C > PARALLEL_MIN)
     for (int64_t c0 = 0; c0 < C; c0 += CHUNK_ROWS)
         for (int64_t n = 0; n < N; n++)
-            for (int64_t c = c0; c < std::min(c0 + CHUNK_ROWS, C); c++) to[c * to_stride + n] = from[n * from_stride + c];
+            for (int64_t c = c0; c < std::min(c0 + CHUNK_ROWS, C); c++)
+                to[c * to_stride + n] = from[n * from_stride + c];
 }
 
 void fp8_set_scale(const Fp8Record& record, Fp8Format format, int margin, Stream) {

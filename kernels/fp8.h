@@ -48,10 +48,10 @@ void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Te
 // 16 bytes, and C is a multiple of 16.
 void fp8_transpose(Tensor columns, Tensor rows, Stream stream);
 
-// Quantises a weight to E4M3, in host memory on every backend: frozen weights are quantised once, when they are read. On
-// all threads. y = inp [N, C] fp32, rounded to dtype: the codes and the scale (fp8_set_scale with margin 0) are those
-// that fp8_quantise() gives a weight that is stored in it. rows [N, C], scale [FP8_SCALE_FLOATS]. Returns the largest
-// magnitude, ∞ if a weight is not finite.
+// Quantises a weight to E4M3, in host memory on every backend: frozen weights are quantised once, when they are read.
+// On all threads. y = inp [N, C] fp32, rounded to dtype: the codes and the scale (fp8_set_scale with margin 0) are
+// those that fp8_quantise() gives a weight that is stored in it. rows [N, C], scale [FP8_SCALE_FLOATS]. Returns the
+// largest magnitude, ∞ if a weight is not finite.
 float fp8_quantise_on_host(Tensor rows, Tensor scale, Tensor inp, DType dtype);
 
 // Sets record.scale to the largest power of two for which amax·scale ≤ fp8_max·2⁻ᵐᵃʳᵍⁱⁿ; to 1 if amax is 0 or not

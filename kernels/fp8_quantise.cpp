@@ -30,7 +30,6 @@ float fp8_quantise_on_host(Tensor rows, Tensor scale, Tensor inp, DType dtype) {
     uint8_t* const codes = rows.as<uint8_t>();
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < N; n++)
-        for (int64_t c = 0; c < C; c++)
-            codes[n * row_bytes + c] = fp8_encode(stored(n, c) * factor, Fp8Format::E4M3);
+        for (int64_t c = 0; c < C; c++) codes[n * row_bytes + c] = fp8_encode(stored(n, c) * factor, Fp8Format::E4M3);
     return amax;
 }

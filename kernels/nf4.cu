@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(fp8_tile::THREADS)
     for (int i = 0; i < fp8_tile::ROWS; i++) {
         if (at.n + i >= a.N || at.c >= a.C) continue;
         const int64_t first = (at.n + i) * a.C + at.c, block = first / NF4_BLOCK;
-        const float absmax = nf4_absmax(tables.absmax[a.absmax_codes[block]], a.group_absmax[block / NF4_GROUP], *a.mean);
+        const float absmax =
+            nf4_absmax(tables.absmax[a.absmax_codes[block]], a.group_absmax[block / NF4_GROUP], *a.mean);
         const uint32_t pairs = a.codes[first / fp8_tile::W];
 #pragma unroll
         for (int half = 0; half < 2; half++) {

@@ -92,9 +92,9 @@ class GradientPass {
     }
 
     Array linear(const std::string& name, const Array& inp, int64_t C, int64_t OC) const {
-        Array out = matmul_forward(input_codes(inp).data(), weight_codes(name).data(), find(weights, name + ".bias"), N,
-                                   C, OC)
-                        .value;
+        Array out =
+            matmul_forward(input_codes(inp).data(), weight_codes(name).data(), find(weights, name + ".bias"), N, C, OC)
+                .value;
         if (const double* delta = find(deltas, name + ".weight"))
             detail::add(out, matmul_forward(inp.data(), delta, nullptr, N, C, OC).value);
         return out;

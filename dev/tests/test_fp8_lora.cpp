@@ -1,5 +1,5 @@
-// Adapters beside fp8 matmuls with a frozen base: against a float64 model that rounds alike, against itself in every plan
-// of memory, and out of NF4.
+// Adapters beside fp8 matmuls with a frozen base: against a float64 model that rounds alike, against itself in every
+// plan of memory, and out of NF4.
 #include "driver/fp8_base.h"
 
 #include "dev/tests/adapters.h"
@@ -36,7 +36,8 @@ reference::Weights deltas_of(const Driver& lora) {
                                      int64_t a_row, int64_t b_row) {
         std::vector<double>& delta = deltas[p.name];
         delta.resize(size_t(p.numel()));
-        const std::vector<float> A = fetch_param(*lora.model.adapters, a), B_rows = fetch_param(*lora.model.adapters, b);
+        const std::vector<float> A = fetch_param(*lora.model.adapters, a),
+                                 B_rows = fetch_param(*lora.model.adapters, b);
         for (int64_t i = 0; i < part.rows; i++)
             for (int64_t r = 0; r < b.cols; r++)
                 for (int64_t c = 0; c < p.cols; c++)
@@ -89,9 +90,9 @@ TEST_F(Fp8Lora, GradientsMatchTheOracleThatRoundsAlike) {
         Driver lora = lora_driver(config, shape, lora_options(targets)), base(config, training_shape(B, T));
         for (Driver* d : {&lora, &base}) d->randomise(3);
         const double loss = lora.gradients({batch});
-        const reference::ModelGradients ref = reference::model_gradients(
-            config, reference::widen(base.model.table, base.params().data()), batch.tokens, batch.targets, B, T,
-            {true, gradients}, deltas_of(lora));
+        const reference::ModelGradients ref =
+            reference::model_gradients(config, reference::widen(base.model.table, base.params().data()), batch.tokens,
+                                       batch.targets, B, T, {true, gradients}, deltas_of(lora));
         EXPECT_NEAR(loss, ref.loss, 1e-3 * ref.loss);
         for (const AdapterGradients& g : adapter_gradients(lora, ref.gradients))
             for (const auto& [got, expected] : {std::pair(&g.a, &g.expected_a), {&g.b, &g.expected_b}}) {
@@ -169,7 +170,8 @@ TEST_F(Fp8Lora, CountsWhatIsQuantised) {
     d.step(random_batch(config, B, T, 5), 1e-2);
     int64_t elements = -linear_layer_sizes(config, QKV_W).outputs;
     for (const Role role : LINEAR_LAYERS)
-        elements += config.layers * (linear_layer_sizes(config, role).inputs + linear_layer_sizes(config, role).outputs);
+        elements +=
+            config.layers * (linear_layer_sizes(config, role).inputs + linear_layer_sizes(config, role).outputs);
     EXPECT_EQ(fetch<int64_t>(d.acts.fp8->counts())[FP8_ELEMENTS], elements * B * T);
 }
 
@@ -184,8 +186,8 @@ TEST_F(Fp8Lora, WeightsThatAreNotFiniteAreNamed) {
                      std::string(dtype_name(d.model.precision.dtype)) + "; check the model's files");
 }
 
-// 8B: two bytes a weight of the blocks, or one and room for the largest weight; none in bf16. Inputs of matmuls are kept
-// in bf16 for the adapters' gradients, and no codes of them.
+// 8B: two bytes a weight of the blocks, or one and room for the largest weight; none in bf16. Inputs of matmuls are
+// kept in bf16 for the adapters' gradients, and no codes of them.
 TEST(Fp8LoraPlan, MemoryOfTheFrozenBase) {
     ModelConfig config;
     ASSERT_TRUE(preset("llama-8B", config));

@@ -121,7 +121,8 @@ TEST(Lora, PartsOfFusedParameters) {
     const std::vector<std::vector<std::string>> subsets = {{"k_proj"}, {"q_proj", "v_proj"}, {"up_proj", "o_proj"}};
     for (const std::vector<std::string>& targets : subsets) {
         SCOPED_TRACE(targets[0]);
-        Driver lora = lora_driver(config, training_shape(B, T), lora_options(targets)), merged(config, training_shape(B, T));
+        Driver lora = lora_driver(config, training_shape(B, T), lora_options(targets)),
+               merged(config, training_shape(B, T));
         EXPECT_EQ(tensor_names(lora.model.adapters->table).size(), 2 * 2 * targets.size());
         lora.randomise(3);
         merge(lora, merged);
@@ -228,7 +229,8 @@ TEST(Lora, TableHasTheNamesOfPeft) {
                                                                     layer + "self_attn.q_proj.lora_B.weight"}));
 
     const ParamTable gpt2 = parameter_table(variant("gpt2"), 1);
-    EXPECT_EQ(LoraTable(gpt2, lora_options(), 1).options.targets, (std::vector<std::string>{"c_attn", "c_proj", "c_fc"}));
+    EXPECT_EQ(LoraTable(gpt2, lora_options(), 1).options.targets,
+              (std::vector<std::string>{"c_attn", "c_proj", "c_fc"}));
     EXPECT_EQ(tensor_names(LoraTable(gpt2, lora_options({"c_proj"}), 1).params).size(), 8u);  // of attention and MLP
     expect_error(
         [&] {

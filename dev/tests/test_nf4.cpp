@@ -153,8 +153,9 @@ TEST(Nf4, BecomesFp8WithoutANumberBetween) {
             out.fetch_bytes(got.data());
             for (int64_t n = 0; n < m.rows; n++)
                 for (int64_t c = 0; c < cols; c++)
-                    ASSERT_EQ(int(got[size_t(transposed ? c * m.rows + n : n * cols + c)]),
-                              int(fp8_encode(float(expected[size_t(n * cols + c)]) * scale[FP8_SCALE], Fp8Format::E4M3)))
+                    ASSERT_EQ(
+                        int(got[size_t(transposed ? c * m.rows + n : n * cols + c)]),
+                        int(fp8_encode(float(expected[size_t(n * cols + c)]) * scale[FP8_SCALE], Fp8Format::E4M3)))
                         << n << ", " << c;
         }
     }

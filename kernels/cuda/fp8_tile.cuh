@@ -1,6 +1,7 @@
 // Tiles of fp8 codes, which kernels write by rows, by columns (transposed) or both.
 //
-//   tile                128 rows x 64 columns; a thread has 4 rows x 8 columns: the codes of its 4 rows of a column fill
+//   tile                128 rows x 64 columns; a thread has 4 rows x 8 columns: the codes of its 4 rows of a column
+//   fill
 //                       a word of the transposed tile
 //   global memory       64 bytes of a row are written or read at a time, and 128 of a column written
 //   shared memory       64 rows of 33 words: 8.25 KiB. The odd pitch makes the transposed reads free of bank conflicts;
