@@ -52,8 +52,7 @@ struct Precision {
     std::optional<Packing> packing = {};  // of the matrices, for inference
 };
 
-// The parts that lie in pinned host memory: m and v; master weights; the inputs of blocks (driver/block_inputs.h). The
-// optimizer's kernels read and write their state there.
+// In pinned host memory, where kernels read and write: m and v; master weights; block inputs (driver/block_inputs.h).
 struct Offload {
     bool optimizer = false, master = false, activations = false;
     // On the CPU all memory is the host's, so nothing is copied.
@@ -72,8 +71,7 @@ struct Model {
     // ZeRO stage 3, else empty and null: the buffers for gathered groups, and what gathers them.
     GroupBuffers buffers;
     std::unique_ptr<WeightGatherer> gatherer;
-    // LoRA: the adapters, which are trained instead of the weights, and their parameters as a model of its own. They
-    // are small, so every rank holds them whole in all ZeRO stages. Else null.
+    // LoRA: the adapters, which alone are trained, as a model of its own; whole on every rank in all stages. Else null.
     std::unique_ptr<LoraTable> lora;
     std::unique_ptr<Model> adapters;
     // QLoRA: the weights of the blocks' linear layers, which the arenas then do not hold. Else null.
