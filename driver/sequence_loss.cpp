@@ -138,24 +138,24 @@ void policy_head_forward_backward(const Pass& p, float dloss, bool accumulate, c
         float* const values = acts.policy_terms.as<float>() + which * n + begin;
         return make_tensor(values, DType::F32, acts.policy_terms.device, {end - begin});
     };
-    PolicyLoss loss;
-    loss.options = acts.shape.rollout->policy;
-    loss.scale = dloss;
-    loss.stats = make_tensor(acts.loss_sum.data, DType::F64, acts.loss_sum.device, {NUM_POLICY_STATS});
+    PolicyLoss policy;
+    policy.options = acts.shape.rollout->policy;
+    policy.scale = dloss;
+    policy.stats = make_tensor(acts.loss_sum.data, DType::F64, acts.loss_sum.device, {NUM_POLICY_STATS});
     for (int64_t begin = 0; begin < n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, n);
         LinearCrossEntropy rows = head(begin, end);
         rows.dlosses = acts.dlosses.rows(begin, end);
         linear_cross_entropy_losses(rows, p.stream());
-        loss.losses = rows.losses;
-        loss.dlosses = rows.dlosses;
-        loss.advantages = term(TERM_ADVANTAGE, begin, end);
-        loss.weights = term(TERM_WEIGHT, begin, end);
-        loss.sampler_logps = term(TERM_SAMPLER, begin, end);
-        if (loss.options.kl > 0) loss.reference_logps = term(TERM_REFERENCE, begin, end);
-        if (p.in.old_policy) loss.old_logps = term(TERM_OLD, begin, end);
-        loss.accumulate = accumulate || begin > 0;
-        policy_loss(loss, p.stream());
+        policy.losses = rows.losses;
+        policy.dlosses = rows.dlosses;
+        policy.advantages = term(TERM_ADVANTAGE, begin, end);
+        policy.weights = term(TERM_WEIGHT, begin, end);
+        policy.sampler_logps = term(TERM_SAMPLER, begin, end);
+        if (policy.options.kl > 0) policy.reference_logps = term(TERM_REFERENCE, begin, end);
+        if (p.in.old_policy) policy.old_logps = term(TERM_OLD, begin, end);
+        policy.accumulate = accumulate || begin > 0;
+        policy_loss(policy, p.stream());
         linear_cross_entropy_gradient(rows, p.stream());
     }
 }
