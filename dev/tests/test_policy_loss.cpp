@@ -60,7 +60,7 @@ struct Call {
     Given3 given = EVERYTHING;
     float scale = 1;
     bool gradient = true;
-    std::vector<double> stats_before;  // empty: the stats are overwritten
+    std::vector<double> stats_before = {};  // empty: the stats are overwritten
 };
 
 Result run(const Call& call, const Tokens& t) {
