@@ -287,6 +287,11 @@ $(patsubst %,$(BUILD)/%.cu.o,train_gpt test_gpt runtime/device/device runtime/de
     runtime/communication/comm_nccl dev/bench/bench_comm): private COMPILE_CU = $(COMPILE) -x c++
 endif
 $(BUILD)/%_hopper.cu.o: private GENCODE := -gencode arch=compute_90a,code=sm_90a
+# ONE_ARCH=1, for CI: code for the first architecture only, except where the source asks for which one it is compiled.
+ifneq ($(ONE_ARCH),)
+$(patsubst %,$(BUILD)/%.o,$(filter-out %_hopper.cu kernels/generation/decode_step% %linear_packed_small_batch.cu,$(CU) $(wildcard dev/*/*.cu))): \
+    private GENCODE := -gencode arch=compute_$(firstword $(ARCHS)),code=sm_$(firstword $(ARCHS))
+endif
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)

@@ -15,6 +15,7 @@
 #include "data/loader.h"
 #include "driver/angle_rows.h"
 #include "driver/block_inputs.h"
+#include "driver/fp8_base.h"
 #include "driver/fp8_state.h"
 #include "driver/nf4_base.h"
 #include "driver/options.h"
@@ -51,8 +52,7 @@ struct Precision {
     std::optional<Packing> packing = {};  // of the matrices, for inference
 };
 
-// The parts that lie in pinned host memory: m and v; master weights; the inputs of blocks (driver/block_inputs.h). The
-// optimizer's kernels read and write their state there.
+// In pinned host memory, where kernels read and write: m and v; master weights; block inputs (driver/block_inputs.h).
 struct Offload {
     bool optimizer = false, master = false, activations = false;
     // On the CPU all memory is the host's, so nothing is copied.
@@ -71,19 +71,19 @@ struct Model {
     // ZeRO stage 3, else empty and null: the buffers for gathered groups, and what gathers them.
     GroupBuffers buffers;
     std::unique_ptr<WeightGatherer> gatherer;
-    // LoRA: the adapters, which are trained instead of the weights, and their parameters as a model of its own. They
-    // are small, so every rank holds them whole in all ZeRO stages. Else null.
+    // LoRA: the adapters, which alone are trained, as a model of its own; whole on every rank in all stages. Else null.
     std::unique_ptr<LoraTable> lora;
     std::unique_ptr<Model> adapters;
     // QLoRA: the weights of the blocks' linear layers, which the arenas then do not hold. Else null.
     std::unique_ptr<Nf4Base> nf4;
+    std::unique_ptr<Fp8Base> fp8;           // likewise, adapters beside fp8 matmuls
     std::unique_ptr<PackedWeights> packed;  // matrices in 8 or 4 bits, likewise
     std::vector<int64_t> starts;            // ParamArena::starts of the arena of all other weights; empty: of all
 
     // Builds the table only; allocate() gets the memory. hidden_matrices: the optimizer of hidden matrices.
     Model(const ModelConfig& model_config, const Sharding& ranks, Precision p = {},
           OptimizerType hidden_matrices = OptimizerType::AdamW, Offload to_host = {},
-          const LoraOptions& lora_options = {});
+          const LoraOptions& lora_options = {}, const Fp8Options& fp8_options = {});
     void allocate(const Context& ctx);
 
     // The model that has gradients and an optimizer state.
@@ -154,7 +154,7 @@ struct RunShape {
 
     RunShape(int64_t batch_size, int64_t seq_len) : B(batch_size), T(seq_len) {}
 };
-// Sets the fields of shape that describe the model's adapters and its base in NF4.
+// Sets the fields of shape that describe the model's adapters, its base in NF4, and its weights in fp8.
 void set_adapters(RunShape& shape, const Model& model);
 RunShape inference_shape(int64_t B, int64_t T, DType dtype = DType::F32);
 RunShape training_shape(int64_t B, int64_t T, DType dtype = DType::F32);
@@ -207,7 +207,7 @@ struct HeadActs {
     Tensor scratch, forward_scratch;   // bytes
     Tensor fp8_rows, fp8_columns;      // bytes: codes of an operand by rows, [N, inputs] or [N, outputs];
                                        // of a gradient by columns, [outputs, N]
-    Tensor fp8_weight;                 // bytes: codes of a weight that is not kept
+    Tensor fp8_weight;                 // bytes: codes of a weight that is not kept, or not transposed
     Tensor dlow_rank;                  // LoRA: the gradient of a linear layer's A·x
     Tensor base_weight;                // QLoRA: a weight out of NF4
     Tensor update_workspace;           // bytes: Muon's updates and what Newton-Schulz needs
@@ -350,7 +350,7 @@ int64_t update_workspace_bytes(const Model& model, int64_t round_bytes = MUON_RO
 // that mean: 1/(dloss · loss tokens).
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit = 1);
-// fp8: quantises the weights that are kept (driver/fp8_state.h): after they were loaded; update() does it itself.
+// fp8: quantises the trained weights that are kept (driver/fp8_state.h): after they were loaded; update() does it too.
 void quantise_weights(const Context& ctx, const Model& model, const Activations& acts);
 StepScalars read_scalars(const Context& ctx, const Activations& acts);
 void write_scalars(const Context& ctx, const Activations& acts, const StepScalars& s);
@@ -359,8 +359,8 @@ void write_scalars(const Context& ctx, const Activations& acts, const StepScalar
 // The memory plan, printed before anything is allocated.
 
 GradientOptions gradient_options(const RunOptions& options, uint64_t seed = 0);
-Fp8Options fp8_options(Fp8Options options, const Model& model);  // ZeRO stage 3 keeps no quantised weights
-Offload offload_options(const std::string& what);                // of --offload
+Fp8Options fp8_options(Fp8Options options, const Model& model);                    // with what depends on the model
+Offload offload_options(const std::string& what);                                  // of --offload
 MemoryPlan memory_plan(const Model& model, const Target& target = this_target());  // the weights alone
 MemoryPlan memory_plan(const Model& model, const Activations& acts, const GradientOptions& gradients = {});
 // The model that a run with these options trains on this rank, and the shape of its micro-steps. Nothing is allocated.

@@ -161,12 +161,17 @@ Model::Model(const ModelConfig& model_config, ParamTable params, const Sharding&
 }
 
 Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p, OptimizerType hidden_matrices,
-             Offload to_host, const LoraOptions& lora_options)
+             Offload to_host, const LoraOptions& lora_options, const Fp8Options& fp8_options)
     : Model(model_config, parameter_table(model_config, ranks.world, hidden_matrices), ranks, p) {
     offload = to_host;
     if (lora_options.nf4) nf4 = std::make_unique<Nf4Base>(table);
     if (nf4) starts = Nf4Base::other_starts(table);
     if (!lora_options.on()) return;
+    if (fp8_options.on && fp8_options.whole_weights && !ranks.splits_weights() && !nf4) {
+        fp8 = std::make_unique<Fp8Base>(table, fp8_options.skip_first, config.layers - fp8_options.skip_last,
+                                        fp8_options.keep_weights, p.dtype);
+        starts = fp8->other_starts(table);
+    }
     table.frozen = true;
     precision.master = false;
     lora = std::make_unique<LoraTable>(table, lora_options, ranks.world, hidden_matrices);
@@ -187,6 +192,7 @@ void Model::allocate(const Context& ctx) {
     arenas.weights = sharding.arena(part(precision.dtype, kept()), sharding.splits_weights());
     arenas.weights.starts = starts;
     if (nf4) nf4->allocate();
+    if (fp8) fp8->allocate();
     if (packed) packed->allocate();
     if (gathered()) arenas.weights.views = buffers.views(table, part(precision.dtype, gathered()));
     if (master())
@@ -290,9 +296,9 @@ Activation activation_of(const Block& b) {
 
 void mlp_forward(const Block& b) {
     const Range range(b.p.ctx.profiler, "activation");
-    if (b.fp8()) {
+    if (b.fp8() && (b.a.act_t || !b.again())) {
         return quantise_input(b, FCPROJ_W, !b.again(), b.a.act_t, [&](const Fp8Output& out) {
-            fp8_activation_forward(out, activation_of(b), b.a.fc, b.p.stream());
+            fp8_activation_forward(out, b.a.act, activation_of(b), b.a.fc, b.p.stream());
         });
     }
     if (b.a.act)  // else mlp_half_backward() computes it again
@@ -620,11 +626,11 @@ void mlp_backward(const Block& b) {
 }
 
 // fp8: the gradients of the activation function and of FC, instead of mlp_backward() and linear_backward(). The
-// gradient of FC's output is stored in the model's dtype only if FC has a bias, whose gradient is computed from it.
+// gradient of FC's output is stored in the model's dtype only for the gradients of FC's bias and adapters.
 void fp8_fc_backward(const Block& b) {
     const Tensor dbias = bias_gradient(b, FC_W);
-    const Tensor dfc = dbias ? activation_gradient(b).dpre : Tensor{};
-    fp8_linear_backward(b, FC_W, b.a.dnorm2, b.a.norm2_t, [&](const Fp8Output& out) {
+    const Tensor dfc = dbias || b.w.fc.lora.a ? activation_gradient(b).dpre : Tensor{};
+    fp8_linear_backward(b, FC_W, over(b.a.dnorm2), dfc, b.a.norm2, b.a.norm2_t, [&](const Fp8Output& out) {
         // dfc overwrites what a second call would read.
         fp8_activation_backward(out, out.rows ? dfc : Tensor{}, activation_of(b), b.a.dact, b.a.fc, b.p.stream());
     });
@@ -645,7 +651,7 @@ void recompute(const Block& b) {
     }
     if (level >= Recompute::Norms && a.qk) qk_forward(b);
     if (level >= Recompute::Norms && !norm_after) norm_forward(b.p, NORM2_W, b.l, norm2(a));
-    if (level >= Recompute::Norms && b.fp8()) {
+    if (level >= Recompute::Norms && a.norm1_t) {
         quantise_input(b, QKV_W, a.norm1, false, a.norm1_t);
         quantise_input(b, FC_W, a.norm2, false, a.norm2_t);
     }
@@ -759,7 +765,7 @@ bool passes_gradient_on(const Block& b) {
 // The attention half, from the gradient of proj's output to that of the QKV projection's input.
 void attention_half_backward(const Block& b, Into dinp, Tensor dout) {
     const LayerActs& a = b.a;
-    if (b.fp8()) quantise_input(b, PROJ_W, a.att, false, a.att_t);
+    if (a.att_t) quantise_input(b, PROJ_W, a.att, false, a.att_t);
     linear_backward(b, PROJ_W, over(a.datt), dout, a.att, a.att_t);
     const AttentionGradientSums sums = gradient_sums(b);
     layer_attention_backward(b, sums);
@@ -907,7 +913,7 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
 }
 
 void quantise_weights(const Context& ctx, const Model& model, const Activations& acts) {
-    if (!acts.fp8 || !acts.shape.fp8.whole_weights) return;
+    if (!acts.fp8 || !acts.shape.fp8.whole_weights || acts.shape.fp8.frozen) return;
     const Range range(ctx.profiler, "quantise");
     for (int64_t l = 0; l < model.config.layers; l++)
         for (const Role role : LINEAR_LAYERS)

@@ -24,11 +24,16 @@ std::vector<CLI::Option*> add_fp8_options(CLI::App& app, Fp8Options& o) {
             ->check(CLI::IsMember({"delayed", "current"}))
             ->default_str("delayed"),
         app.add_option_function<std::string>(
-               "--fp8-weights", [&o](const std::string& name) { o.keep_weights = name == "kept"; },
+               "--fp8-weights",
+               [&o](const std::string& name) {
+                   o.keep_weights = name != "use";
+                   o.auto_weights = name == "auto";
+               },
                "kept: weights are quantised once a step and take 2 more bytes each; use: they are quantised at each "
-               "use, as always with --zero-stage 3")
-            ->check(CLI::IsMember({"kept", "use"}))
-            ->default_str("kept"),
+               "use, as always with --zero-stage 3. Of a frozen model: 2 bytes a weight in all; or 1, and weights are "
+               "transposed at each use. auto: kept, but a frozen model that does not fit so: use")
+            ->check(CLI::IsMember({"auto", "kept", "use"}))
+            ->default_str("auto"),
         app.add_option("--fp8-skip-first", o.skip_first, "number of first layers whose matmuls stay in --dtype")
             ->check(count)
             ->capture_default_str(),

@@ -150,7 +150,8 @@ void add_trainer(ordered_json& info, const std::string& directory, const std::st
     const std::string trainer = join_path(directory, "trainer.json");
     if (path_exists(trainer)) {
         ordered_json& keys = info["trainer"] = ordered_json::parse(read_json(trainer).dump());
-        if (keys.contains("fp8")) keys["fp8"].erase("history");  // thousands of numbers
+        for (const char* numbers : {"history", "base_scales"})  // hundreds, thousands
+            if (keys.contains("fp8")) keys["fp8"].erase(numbers);
     }
     if (directory != path) info["checkpoints"] = list_checkpoints(path);
 }

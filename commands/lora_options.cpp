@@ -26,7 +26,8 @@ void check_lora_options(const LoraOptions& o, const Fp8Options& fp8, const std::
     for (const auto& [given, name] : {std::pair(o.rank_stabilized, "--rslora"), {o.nf4, "--qlora"}})
         if (!o.on() && given) throw UsageError(str(name, " is an option of LoRA adapters; add --lora-rank"));
     if (!o.on()) return;
-    if (fp8.on) throw UsageError("--lora-rank: adapters need matmuls in --dtype; leave out --matmul-dtype fp8");
+    if (o.nf4 && fp8.on && fp8.keep_weights && !fp8.auto_weights)
+        throw UsageError("--fp8-weights kept: --qlora keeps weights in NF4 alone; leave the option out");
     if (offload != "none" && offload != "activations")
         throw UsageError(str("--lora-rank: the state of adapters is small; leave out --offload ", offload,
                              ", or offload activations"));

@@ -246,18 +246,19 @@ void run_plan(const Args& args) {
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, target);
     auto [in_use_before, remark] = in_use_on(gpu);
     FitReport fitted;
+    // Drivers report up to 2% less memory than a GPU's name says.
+    const int64_t all = gpu ? int64_t(gpu->gib * 0.98 * double(1 << 30)) : device_memory_available() + in_use_before;
+    const int64_t available = (o.gpu_memory ? std::min(all, o.gpu_memory) : all) - in_use_before;
+    const auto bytes = [&](const RunOptions& tried) {
+        PlanOptions other = o;
+        static_cast<RunOptions&>(other) = tried;
+        return plan_run(other, source.config, target).memory.total;
+    };
+    choose_fp8_weights(o, available, bytes);
     if (o.fit) {
-        // Drivers report up to 2% less memory than a GPU's name says.
-        const int64_t all =
-            gpu ? int64_t(gpu->gib * 0.98 * double(1 << 30)) : device_memory_available() + in_use_before;
-        const int64_t available = (o.gpu_memory ? std::min(all, o.gpu_memory) : all) - in_use_before;
         require(available > 0, "--fit: ", human_bytes(o.gpu_memory), " of --gpu-memory are less than the ",
                 human_bytes(in_use_before), " that are in use before a run; raise --gpu-memory");
-        fitted = find_fit(o, source.config.layers, o.world, target, available, [&](const RunOptions& tried) {
-            PlanOptions other = o;
-            static_cast<RunOptions&>(other) = tried;
-            return plan_run(other, source.config, target).memory.total;
-        });
+        fitted = find_fit(o, source.config.layers, o.world, target, available, bytes);
         require(fitted.found(), "--fit: nothing fits into ", human_bytes(available), "; ", fitted.remedy());
     }
     const PlannedRun run = plan_run(o, source.config, target);

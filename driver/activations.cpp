@@ -137,11 +137,11 @@ enum When : unsigned {
     EMBEDDING_NORM = 512,
     NORM_BEFORE = 1024,  // attention and the MLP
     NORM_AFTER = 2048,
-    HIGH = 4096,              // the layer's matmuls are in the model's dtype
-    FP8 = 8192,               // they are in fp8
-    NORM1_READ = 16384,       // the backward pass reads norm1 itself: all but layers in fp8 without a decay gate
+    HIGH = 4096,              // the backward pass reads the inputs of the layer's matmuls in the model's dtype
+    FP8 = 8192,               // it reads their codes in fp8
+    NORM1_READ = 16384,       // the backward pass reads norm1 itself: all but layers of FP8 without a decay gate
     NORM1_CODES = 32768,      // it does not
-    FP8_WEIGHTS = 65536,      // fp8, and quantised weights are not kept
+    FP8_WEIGHTS = 65536,      // fp8, and quantised weights are not kept, or not in both orientations
     LORA = 131072,            // adapters are trained
     NF4 = 262144,             // of a base in NF4
     ACT_READ = 524288,        // the backward pass reads act, kept or recomputed
@@ -151,7 +151,8 @@ enum When : unsigned {
     ACT_IN_FC = 8388608,      // the matmul that computes fc writes act too, while it reads norm2
     ACT_AFTER_FC = 16777216,  // a kernel of its own does
     PAIRS = 33554432,         // the loss is one of preference pairs
-    POLICY = 67108864         // it is that of a policy gradient
+    POLICY = 67108864,        // it is that of a policy gradient
+    FP8_MATMULS = 134217728   // any layer's matmuls are in fp8
 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
@@ -292,7 +293,7 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::dq_sums, "dq_sums", DQ_SUMS, FP32, HEAD, UPDATE, TRAIN},
     {&HeadActs::dkv_sums, "dkv_sums", DKV_SUMS, FP32, HEAD, UPDATE, TRAIN},
     {&HeadActs::scratch, "scratch", SCRATCH_BYTES, DType::U8, HEAD, UPDATE, TRAIN},
-    {&HeadActs::fp8_rows, "fp8_rows", FP8_ROWS, CODES, START, UPDATE, FP8},
+    {&HeadActs::fp8_rows, "fp8_rows", FP8_ROWS, CODES, START, UPDATE, FP8_MATMULS},
     {&HeadActs::fp8_columns, "fp8_columns", FP8_COLUMNS, CODES, HEAD, UPDATE, FP8},
     {&HeadActs::fp8_weight, "fp8_weight", FP8_WEIGHT, CODES, START, UPDATE, FP8_WEIGHTS},
     {&HeadActs::dlow_rank, "dlow_rank", N_LORA, MODEL, HEAD, UPDATE, TRAIN | LORA},
@@ -349,9 +350,9 @@ int64_t packed_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
 int64_t forward_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
     const int64_t N = shape.B * shape.T;
     const int64_t fp8 = largest_linear(c, [&](LinearSizes s) {
+        const int64_t of_weight = shape.fp8.frozen ? 0 : matmul_fp8_scratch(s.outputs, s.inputs, N, shape.target);
         return std::max({matmul_fp8_scratch(N, s.outputs, s.inputs, shape.target),
-                         matmul_fp8_scratch(N, s.inputs, s.outputs, shape.target),
-                         matmul_fp8_scratch(s.outputs, s.inputs, N, shape.target)});
+                         matmul_fp8_scratch(N, s.inputs, s.outputs, shape.target), of_weight});
     });
     return std::max(
         {attention_forward_scratch(shape.target), shape.fp8.on ? fp8 : 0,
@@ -477,8 +478,10 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
         case N_LORA_FC:
         case N_LORA_FCPROJ:
             return {N, shape.lora_widths[size_t(dims - N_LORA_QKV)]};
-        case NF4_WEIGHT:
-            return {shape.nf4_weight};
+        case NF4_WEIGHT: {  // fp8 codes come straight out of NF4
+            const bool all_fp8 = shape.fp8.on && !shape.fp8.skip_first && !shape.fp8.skip_last;
+            return {all_fp8 ? 0 : shape.nf4_weight};
+        }
     }
     return {};
 }
@@ -489,7 +492,8 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
            (c.positions == Positions::RoPE ? ROPE : 0u) | (c.has_qk_weights() ? QK_WEIGHTS : 0u) |
            (c.qk_norm == QkNorm::Plain || c.qk_norm == QkNorm::Weights ? HEAD_NORM : 0u) |
            (c.qk_norm == QkNorm::AllHeads ? ALL_HEADS_NORM : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
-           (c.norm_after ? NORM_AFTER : NORM_BEFORE) | (shape.fp8.on ? FP8 : 0u) |
+           (c.norm_after ? NORM_AFTER : NORM_BEFORE) | (shape.fp8.on ? FP8_MATMULS : 0u) |
+           (shape.fp8.on && !shape.fp8.frozen ? FP8 : 0u) |
            (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u) | (widest_adapter(shape) ? LORA : 0u) |
            (shape.nf4_weight ? NF4 : 0u) | (shape.preference ? PAIRS : 0u) | (shape.rollout ? POLICY : 0u) |
            (shape.adds_in_matmul ? ADD_IN_MATMUL : ADD_IN_NORM) |
@@ -509,7 +513,8 @@ bool computes_act_again(const ModelConfig& c, const RunShape& shape, int64_t l) 
 // Those that hold for a layer.
 unsigned conditions(const ModelConfig& c, const RunShape& shape, int64_t l) {
     const AttentionType type = c.attention_type(l);
-    const bool fp8 = shape.fp8.in_layer(l, c.layers), gated = type == AttentionType::GatedLinear;
+    // Frozen weights have no gradients, which read codes; those of adapters read the inputs themselves.
+    const bool fp8 = shape.fp8.in_layer(l, c.layers) && !shape.fp8.frozen, gated = type == AttentionType::GatedLinear;
     return (conditions(c, shape) & ~unsigned(FP8)) | (fp8 ? FP8 : HIGH) | (fp8 && !gated ? NORM1_CODES : NORM1_READ) |
            (type == AttentionType::Softmax ? SOFTMAX : 0u) | (type == AttentionType::Linear ? LINEAR : 0u) |
            (gated ? GATED : 0u) | (computes_act_again(c, shape, l) ? ACT_AGAIN : ACT_READ);

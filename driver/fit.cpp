@@ -102,10 +102,14 @@ std::vector<int64_t> divisors(int64_t n) {
 FitReport find_fit(RunOptions& o, int64_t layers, int64_t world, const Target& target, int64_t available,
                    const std::function<int64_t(const RunOptions&)>& bytes) {
     FitReport report{{}, available};
+    const auto needed = [&](RunOptions tried) {
+        choose_fp8_weights(tried, available, bytes);
+        return bytes(tried);
+    };
     const int64_t last_stage = world == 1 ? o.sharding.zero_stage : o.lora.nf4 ? 2 : 3;
     const auto try_out = [&](const FitStep& step, const Applied& tried) {
         report.tried.push_back(
-            {tried.changes.empty() ? "" : tried.changes.substr(1), step.reason, bytes(tried.options)});
+            {tried.changes.empty() ? "" : tried.changes.substr(1), step.reason, needed(tried.options)});
         return report.found();
     };
     for (const int64_t batch_size : divisors(o.batch_size)) {
@@ -123,7 +127,7 @@ FitReport find_fit(RunOptions& o, int64_t layers, int64_t world, const Target& t
                     int64_t fewest = layers;
                     for (int64_t low = 1; low < fewest;) {
                         const int64_t middle = (low + fewest) / 2;
-                        if (bytes(apply(step, middle, world, target, sizes)->options) <= available)
+                        if (needed(apply(step, middle, world, target, sizes)->options) <= available)
                             fewest = middle;
                         else
                             low = middle + 1;
@@ -135,11 +139,18 @@ FitReport find_fit(RunOptions& o, int64_t layers, int64_t world, const Target& t
                     }
                 }
                 o = tried->options;
+                choose_fp8_weights(o, available, bytes);
                 return report;
             }
         }
     }
     return report;
+}
+
+void choose_fp8_weights(RunOptions& o, int64_t available, const std::function<int64_t(const RunOptions&)>& bytes) {
+    if (!o.fp8.on || !o.lora.on() || !o.fp8.auto_weights) return;
+    o.fp8.keep_weights = true;
+    o.fp8.keep_weights = bytes(o) <= available;
 }
 
 std::string FitReport::remedy() const {

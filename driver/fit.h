@@ -28,3 +28,7 @@ struct FitReport {
 // ranks; with several it tries --zero-stage, too. bytes: how many a run with such options needs.
 FitReport find_fit(RunOptions& options, int64_t layers, int64_t world, const Target& target, int64_t available,
                    const std::function<int64_t(const RunOptions&)>& bytes);
+
+// --fp8-weights auto of a frozen base (driver/fp8_base.h): both orientations if the run then fits into `available`
+// bytes, else one. Other options stay as they are. find_fit() asks it for all options that it tries.
+void choose_fp8_weights(RunOptions& options, int64_t available, const std::function<int64_t(const RunOptions&)>& bytes);

@@ -84,7 +84,7 @@ int64_t Fp8State::scale_bytes(int64_t world) const {
 
 int64_t Fp8State::weight_bytes() const {
     int64_t bytes = 0;
-    for (int64_t l = 0; options.keep_weights && l < config.layers; l++)
+    for (int64_t l = 0; options.keep_weights && !options.frozen && l < config.layers; l++)
         if (options.in_layer(l, config.layers)) bytes += layer_weight_bytes();
     return bytes;
 }

@@ -2,6 +2,7 @@
 
 #include <iostream>
 
+#include "driver/frozen_weights.h"
 #include "driver/matmul_cache.h"
 #include "driver/pass.h"
 #include "runtime/device/convert_dtype.h"
@@ -31,7 +32,7 @@ void load_inference_weights(const ModelSource& source, const Model& model) {
         std::cerr << model.packed->note(model.table);
         std::cerr << model.packed->load(source, model.table);
     }
-    if (model.nf4) model.nf4->load(open_weight_source(source, model.table), model.table);
+    if (model.nf4) load_frozen(*model.nf4, open_weight_source(source, model.table), model.table);
     std::cerr << load_weights(source, model.table, model.arenas);
 }
 
@@ -69,7 +70,7 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
     if (random_weights) {
         initialise_weights(model.table, model.arenas, options.sampling.seed, ctx.stream);
         if (model.packed) model.packed->randomise(model.table, options.sampling.seed);
-        if (model.nf4) model.nf4->initialise(model.table, options.sampling.seed);
+        if (model.nf4) initialise_frozen(*model.nf4, model.table, options.sampling.seed);
     } else {
         load_inference_weights(source, model);
     }

@@ -12,16 +12,6 @@ const char* linear_name(Role role) {
     return NAMES[linear_layer_index(role)];
 }
 
-const LinearWeights& weights_of(const Block& b, Role role) {
-    const LinearWeights* const all[] = {&b.w.qkv, &b.w.proj, &b.w.fc, &b.w.fcproj};
-    return *all[linear_layer_index(role)];
-}
-
-// Scratch as a matrix of fp8 codes.
-Tensor code_matrix(const Tensor& scratch, int64_t rows, int64_t columns) {
-    return make_tensor(scratch.data, scratch.dtype, scratch.device, {rows, columns});
-}
-
 // s·A·inp of all adapters, [n, parts·R]: the forward pass keeps it.
 Tensor low_rank_of(const Block& b, Role role) {
     const LayerActs& a = b.p.acts.forward[size_t(b.l)];
@@ -78,46 +68,28 @@ void packed_forward(const Pass& p, Tensor out, Tensor inp, const LinearWeights& 
     }
 }
 
-void quantise_input(const Block& b, Role role, bool rows, Tensor columns, const Fp8Producer& produce) {
-    const Range range(b.p.ctx.profiler, "quantise");
-    const Activations& acts = b.p.acts;
-    const int64_t inputs = linear_layer_sizes(acts.config, role).inputs;
-    const Tensor codes = rows ? code_matrix(acts.fp8_rows, b.p.in.n, inputs) : Tensor{};
-    acts.fp8->quantise(Fp8Operand::Input, role, b.l, codes, columns, b.again(), b.p.stream(), produce);
-}
-
-void quantise_input(const Block& b, Role role, Tensor inp, bool rows, Tensor columns) {
-    quantise_input(b, role, rows, columns, [&](const Fp8Output& out) { fp8_quantise(out, inp, b.p.stream()); });
-}
-
 void linear_forward(const Block& b, Role role, Tensor out, Tensor inp, Tensor columns, Tensor add) {
     const Range range(b.p.ctx.profiler, linear_name(role));
     const Stream stream = b.p.stream();
     if (weights_of(b, role).packed) return packed_forward(b.p, out, inp, weights_of(b, role), add);
-    const Tensor weight = linear_weight(b, role), bias = weights_of(b, role).bias;
-    if (!b.fp8()) {
-        // Adapters that cover all of out write it first, and the matmul with the weight adds to it: the read of out
-        // hides in that matmul's epilogue, while a thin matmul would wait for it.
-        const LoraWeights& lora = weights_of(b, role).lora;
-        const bool writes = lora.a && lora.b.shape[0] == out.shape[1];
-        if (writes) {
-            lora_forward(b, role, over(out), inp);
-            add = out;
-        }
-        if (add)
-            matmul_forward_add(out, inp, weight, bias, add, stream);
-        else
-            matmul_forward(out, inp, weight, bias, stream);
-        if (lora.a && !writes) lora_forward(b, role, onto(out), inp);
-        return;
+    const Tensor bias = weights_of(b, role).bias;
+    const LoraWeights& lora = weights_of(b, role).lora;
+    // Adapters that cover all of out write it first, and the matmul with the weight adds to it: the read of out hides
+    // in that matmul's epilogue, while a thin matmul would wait for it. A matmul in fp8 cannot add a bias as well.
+    const bool writes = lora.a && lora.b.shape[0] == out.shape[1] && !(b.fp8() && bias);
+    if (writes) {
+        lora_forward(b, role, over(out), inp);
+        add = out;
     }
-    if (inp) quantise_input(b, role, inp, true, columns);
-    const Activations& acts = b.p.acts;
-    const Tensor rows = code_matrix(acts.fp8_rows, out.shape[0], weight.shape[1]);
-    // Accumulation may be fast: the rounding of the operands is the larger error (docs/use/low_precision.md).
-    matmul_fp8(out, acts.fp8->matrix(Fp8Operand::Input, role, b.l, rows),
-               acts.fp8->weight(role, b.l, false, weight, acts.fp8_weight, stream), bias, false, true,
-               acts.forward_scratch, stream);
+    if (b.fp8()) {
+        if (role != FCPROJ_W) quantise_input(b, role, inp, true, columns);  // the activation function does it itself
+        fp8_forward(b, role, {out, writes}, bias);
+    } else if (add) {
+        matmul_forward_add(out, inp, linear_weight(b, role), bias, add, stream);
+    } else {
+        matmul_forward(out, inp, linear_weight(b, role), bias, stream);
+    }
+    if (lora.a && !writes) lora_forward(b, role, onto(out), inp);
 }
 
 Tensor bias_gradient(const Block& b, Role role) {
@@ -131,32 +103,12 @@ void weight_backward(const Block& b, Role role, Tensor dout, Tensor inp, Tensor 
     matmul_backward_weight(dweight.t, dbias, dout, inp, dweight.add, b.p.stream());
 }
 
-void fp8_linear_backward(const Block& b, Role role, Tensor dinp, Tensor inp_t, const Fp8Producer& produce) {
-    const Activations& acts = b.p.acts;
-    const Stream stream = b.p.stream();
-    const Tensor weight = weights_of(b, role).weight;
-    const int64_t n = dinp.shape[0], OC = weight.shape[0];
-    const Tensor rows = code_matrix(acts.fp8_rows, n, OC), columns = code_matrix(acts.fp8_columns, OC, n);
-    {
-        const Range range(b.p.ctx.profiler, "quantise");
-        acts.fp8->quantise(Fp8Operand::Gradient, role, b.l, rows, columns, false, stream, produce);
-    }
-    const Range range(b.p.ctx.profiler, linear_name(role));
-    const Into dweight = b.grad(role);
-    // In full fp32: the sums of gradients are long.
-    matmul_fp8(dweight.t, acts.fp8->matrix(Fp8Operand::Gradient, role, b.l, columns),
-               acts.fp8->matrix(Fp8Operand::Input, role, b.l, inp_t), {}, dweight.add, false, acts.forward_scratch,
-               stream);
-    matmul_fp8(dinp, acts.fp8->matrix(Fp8Operand::Gradient, role, b.l, rows),
-               acts.fp8->weight(role, b.l, true, weight, acts.fp8_weight, stream), {}, false, false,
-               acts.forward_scratch, stream);
-}
-
 namespace {
 
 // LoRA: with h = s·A·inp of the forward pass, dB = doutᵀ·h; with dh = s·dout·B, dA = dhᵀ·inp and dinp = dh·A. dinp may
-// be null.
-void lora_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor inp) {
+// be null. The matmul with the frozen weight comes after it and adds to dinp, as in linear_forward().
+void lora_backward(const Block& b, Role role, Into& dinp, Tensor dout, Tensor inp) {
+    if (!weights_of(b, role).lora.a) return;
     const Range range(b.p.ctx.profiler, "lora");
     const Stream stream = b.p.stream();
     const Model& adapters = *b.p.model.adapters;
@@ -175,9 +127,20 @@ void lora_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor inp
     });
     matmul_backward_weight(da, {}, dlow_rank, inp, accumulate, stream);
     if (dinp) matmul_backward_input(dinp.t, dlow_rank, lora.a, dinp.add, stream);
+    dinp.add = true;
 }
 
 }  // namespace
+
+void fp8_linear_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor inp, Tensor inp_t,
+                         const Fp8Producer& produce) {
+    const bool frozen = b.p.model.table.frozen;
+    if (dinp || !frozen) quantise_gradient(b, role, produce);
+    lora_backward(b, role, dinp, dout, inp);
+    const Range range(b.p.ctx.profiler, linear_name(role));
+    if (!frozen) fp8_weight_gradient(b, role, inp_t);
+    if (dinp) fp8_input_gradient(b, role, dinp);
+}
 
 void linear_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor inp, Tensor inp_t, bool sums_bias) {
     const Stream stream = b.p.stream();
@@ -187,14 +150,11 @@ void linear_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor i
             const Range range(b.p.ctx.profiler, linear_name(role));
             matmul_backward_bias(dbias, dout, b.p.grads->accumulate(), stream);
         }
-        return fp8_linear_backward(b, role, dinp.t, inp_t,
+        return fp8_linear_backward(b, role, dinp, dout, inp, inp_t,
                                    [&](const Fp8Output& out) { fp8_quantise(out, dout, stream); });
     }
     weight_backward(b, role, dout, inp, dbias);
-    if (weights_of(b, role).lora.a) {  // before the frozen weight's matmul, which adds to dinp, as in linear_forward()
-        lora_backward(b, role, dinp, dout, inp);
-        dinp.add = true;
-    }
+    lora_backward(b, role, dinp, dout, inp);
     if (!dinp) return;
     const Range range(b.p.ctx.profiler, linear_name(role));
     matmul_backward_input(dinp.t, dout, linear_weight(b, role), dinp.add, stream);

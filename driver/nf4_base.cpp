@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "runtime/model/initialise.h"
 #include "runtime/model/roles.h"
 
 namespace {
@@ -43,6 +42,7 @@ Nf4Base::Nf4Base(const ParamTable& table) {
             matrix.parts.push_back({source.row, source.rows, {}});
             end += Layout(source.rows * p.cols).bytes;
         }
+        end += ArenaPlan::ALIGNMENT;  // fp8_scale
         largest_weight = std::max(largest_weight, p.numel());
     }
 }
@@ -50,7 +50,9 @@ Nf4Base::Nf4Base(const ParamTable& table) {
 void Nf4Base::allocate() {
     memory = Arena(end, "NF4 weights");
     int64_t at = 0;
-    for (auto& [index, matrix] : matrices)
+    for (auto& [index, matrix] : matrices) {
+        matrix.fp8_scale = memory.at(at, DType::F32, {FP8_SCALE_FLOATS});
+        at += ArenaPlan::ALIGNMENT;
         for (Nf4Matrix::Part& part : matrix.parts) {
             const int64_t n = part.rows * matrix.cols;
             const Layout layout(n);
@@ -60,25 +62,11 @@ void Nf4Base::allocate() {
                             memory.at(at + layout.mean, DType::F32, {1})};
             at += layout.bytes;
         }
-}
-
-void Nf4Base::load(const WeightSource& source, const ParamTable& table) const {
-    std::vector<float> buffer;
-    for (const Param& p : table.params)
-        if (quantises(p)) store(p, source.fetch(p, buffer));
-}
-
-void Nf4Base::initialise(const ParamTable& table, uint64_t seed) const {
-    std::vector<float> values;
-    for (const Param& p : table.params) {
-        if (!quantises(p)) continue;
-        values.resize(size_t(p.numel()));
-        initial_values(values.data(), p, seed, 0, p.numel());
-        store(p, values.data());
     }
 }
 
 void Nf4Base::store(const Param& p, const float* values) const {
+    float amax = 0;
     for (const Nf4Matrix::Part& part : matrix(p).parts) {
         const int64_t n = part.rows * p.cols;
         std::vector<uint8_t> codes(size_t(n / 2)), absmax_codes(size_t(nf4_blocks(n)));
@@ -87,6 +75,7 @@ void Nf4Base::store(const Param& p, const float* values) const {
         const Nf4Weights host = {host_tensor(codes.data(), {n / 2}), host_tensor(absmax_codes.data(), {nf4_blocks(n)}),
                                  host_tensor(group_absmax.data(), {nf4_groups(n)}), host_tensor(&mean, {1})};
         nf4_quantise(host, host_tensor(values + part.row * p.cols, {n}));
+        amax = std::max(amax, nf4_amax(host));
         const Nf4Weights& to = part.weights;
         for (const auto& [device, from] : {std::pair(to.codes, host.codes),
                                            {to.absmax_codes, host.absmax_codes},
@@ -94,4 +83,7 @@ void Nf4Base::store(const Param& p, const float* values) const {
                                            {to.mean, host.mean}})
             copy_to_device(device.data, from.data, size_t(from.bytes()), Stream{});
     }
+    float scale[FP8_SCALE_FLOATS];
+    fp8_store_scale(scale, fp8_scale_exponent(amax, Fp8Format::E4M3, 0));
+    copy_to_device(matrix(p).fp8_scale.data, scale, sizeof scale, Stream{});
 }

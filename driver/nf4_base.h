@@ -9,7 +9,6 @@
 
 #include "kernels/nf4.h"
 #include "runtime/device/arena.h"
-#include "runtime/files/weight_files.h"
 #include "runtime/model/params.h"
 
 class Nf4Base {
@@ -24,11 +23,7 @@ class Nf4Base {
     int64_t largest() const { return largest_weight; }  // elements
     void allocate();
 
-    // Quantises the matrices of a model's files, which load_weights() leaves out.
-    void load(const WeightSource& source, const ParamTable& table) const;
-    // Quantises the initial weights of a seed, one parameter after the other (runtime/model/initialise.h).
-    void initialise(const ParamTable& table, uint64_t seed) const;
-    // Quantises a parameter from fp32 values on the host, in memory order.
+    // Quantises a parameter from fp32 values on the host, in memory order (driver/frozen_weights.h).
     void store(const Param& p, const float* values) const;
     const Nf4Matrix& matrix(const Param& p) const { return matrices.at(p.index); }
     const Nf4Matrix* find(const Param& p) const { return quantises(p) ? &matrix(p) : nullptr; }

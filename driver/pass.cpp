@@ -20,6 +20,7 @@ LinearWeights linear_weights(const Model& model, Role role, int64_t l) {
     return {.weight = model.weight(role, l),
             .bias = model.weight(bias, l),
             .nf4 = model.nf4 ? model.nf4->find(p) : nullptr,
+            .fp8 = model.fp8 ? model.fp8->find(p) : nullptr,
             .packed = model.packed ? model.packed->find(p) : nullptr,
             .lora = lora_weights(model, role, l)};
 }
@@ -37,6 +38,11 @@ BlockWeights block_weights(const Model& model, int64_t l) {
             .headnorm = model.weight(HEADNORM_W, l),
             .qnorm = model.weight(QNORM_W, l),
             .knorm = model.weight(KNORM_W, l)};
+}
+
+const LinearWeights& weights_of(const Block& b, Role role) {
+    const LinearWeights* const all[] = {&b.w.qkv, &b.w.proj, &b.w.fc, &b.w.fcproj};
+    return *all[linear_layer_index(role)];
 }
 
 Block block_of(const Pass& p, int64_t l) {

@@ -62,3 +62,4 @@ void embed(const Pass& p, Tensor out);
 // Views of weights; null where the model has none.
 LinearWeights linear_weights(const Model& model, Role role, int64_t l = -1);
 BlockWeights block_weights(const Model& model, int64_t l);
+const LinearWeights& weights_of(const Block& b, Role role);  // of one of LINEAR_LAYERS

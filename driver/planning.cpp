@@ -35,6 +35,7 @@ MemoryPlan memory_plan(const Model& model, const Target& target) {
     plan.add("master weights", model.master() * 4, Offload::place(model.offload.master));
     plan.add("fp32 weights", model.fp32() * 4);
     if (model.nf4) plan.add("NF4 weights", model.nf4->bytes());
+    if (model.fp8) plan.add("fp8 weights", model.fp8->bytes());
     if (model.packed) plan.add(str(packing_name(model.packed->packing), " weights"), model.packed->bytes());
     if (model.adapters) plan.add("adapters", model.adapters->bytes());
     return plan;
@@ -82,8 +83,9 @@ Offload offload_options(const std::string& what) {
 }
 
 Fp8Options fp8_options(Fp8Options options, const Model& model) {
-    options.whole_weights = !model.sharding.splits_weights();
-    options.keep_weights &= options.whole_weights;
+    options.frozen = model.table.frozen;
+    options.whole_weights &= !model.sharding.splits_weights();
+    options.keep_weights &= options.whole_weights && !model.nf4;
     return options;
 }
 
@@ -91,7 +93,7 @@ Model model_of(const RunOptions& o, const ModelConfig& config, int64_t rank, int
     const DType dtype = o.model.type();
     return Model(config, {o.sharding.zero_stage, rank, world},
                  {dtype, dtype != DType::F32 && o.master_weights, float_type(o.optimizer_dtype)}, o.optimizer,
-                 offload_options(o.offload), o.lora);
+                 offload_options(o.offload), o.lora, o.fp8);
 }
 
 RunShape run_shape(const RunOptions& o, const Model& model, const Target& target) {
@@ -103,7 +105,7 @@ RunShape run_shape(const RunOptions& o, const Model& model, const Target& target
     shape.update_bytes = update_workspace_bytes(model, MUON_ROUND_BYTES, target);
     if (shape.dtype != DType::F32) shape.activation_epilogue = o.activation_epilogue;
     shape.deterministic = !o.nondeterministic;
-    shape.fp8 = fp8_options(o.fp8, model);
+    shape.fp8 = o.fp8;
     shape.preference = o.preference.options();
     if (o.rollout.on()) {
         shape.rollout = o.rollout;
@@ -115,6 +117,7 @@ RunShape run_shape(const RunOptions& o, const Model& model, const Target& target
 }
 
 void set_adapters(RunShape& shape, const Model& model) {
+    shape.fp8 = fp8_options(shape.fp8, model);
     if (model.lora) {
         shape.lora_widths = model.lora->widths;
         shape.adapter_elements = model.adapters->table.total;

@@ -51,6 +51,7 @@ ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& 
         const JsonKeys fp8 = keys.keys_of("fp8");
         r.fp8_steps = fp8.whole_number("steps", 0);
         r.fp8_history = fp8.numbers("history");
+        if (fp8.has("base_scales")) r.fp8_base_scales = fp8.numbers("base_scales");
     }
     if (keys.has("optimizer")) r.optimizer = keys.text("optimizer");
     if (keys.has("learning_rates")) {

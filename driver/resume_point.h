@@ -26,11 +26,12 @@ struct ResumePoint {
     std::vector<float> grad_norms;   // the last of them
     std::vector<float> fp8_history;  // the amaxes of the last steps (driver/fp8_state.h); empty: the run was not in fp8
     int64_t fp8_steps = 0;           // that the history holds
-    std::string optimizer = "adamw";  // of hidden matrices; older files do not name it
-    std::string lora = "none";        // LoraOptions::description(); older files do not have it
-    std::string preference = "none";  // PreferenceFlags::description(); older files do not have it
-    std::string rollout = "none";     // RolloutFlags::description()
-    std::string pack = "none";        // "examples" or "none"; older files do not name it
+    std::vector<float> fp8_base_scales;  // Trainer::base_scales
+    std::string optimizer = "adamw";     // of hidden matrices; older files do not name it
+    std::string lora = "none";           // LoraOptions::description(); older files do not have it
+    std::string preference = "none";     // PreferenceFlags::description(); older files do not have it
+    std::string rollout = "none";        // RolloutFlags::description()
+    std::string pack = "none";           // "examples" or "none"; older files do not name it
     std::optional<std::array<double, NUM_RATE_GROUPS>> learning_rates;  // peaks; older files do not name them
     double lr = 0;  // of hidden matrices in the last step; older files do not name it: 0
 };

@@ -10,6 +10,7 @@
 
 #include "driver/evaluation.h"
 #include "driver/fit.h"
+#include "driver/frozen_weights.h"
 #include "driver/matmul_cache.h"
 #include "driver/pass.h"
 #include "driver/sequence_loss.h"
@@ -28,13 +29,36 @@ using nlohmann::ordered_json;
 
 namespace {
 
-// Changes the options to the first with which the run fits, if there are any.
-FitReport search(RunOptions& options, const ModelConfig& config, const Context& ctx, int64_t available) {
-    return find_fit(options, config.layers, ctx.world, this_target(), available, [&](const RunOptions& tried) {
+// The bytes that a run of a model needs with other options.
+std::function<int64_t(const RunOptions&)> planned_bytes_of(const ModelConfig& config, const Context& ctx) {
+    return [&](const RunOptions& tried) {
         const Model model = model_of(tried, config, ctx.rank, ctx.world);
         const Activations acts(config, run_shape(tried, model));
         return memory_plan(model, acts, gradient_options(tried)).total;
-    });
+    };
+}
+
+// Changes the options to the first with which the run fits, if there are any.
+FitReport search(RunOptions& options, const ModelConfig& config, const Context& ctx, int64_t available) {
+    return find_fit(options, config.layers, ctx.world, this_target(), available, planned_bytes_of(config, ctx));
+}
+
+// The bytes that a run may take of every rank's device.
+int64_t available_on_all(const RunOptions& options, const Context& ctx) {
+    MemoryPlan limits;
+    limits.limit = options.gpu_memory;
+    // Ranks must choose the same.
+    const std::vector<int64_t> free =
+        ctx.comm->all_gather_host(limits.available(device_memory_available(), device_bytes_in_use()));
+    return *std::min_element(free.begin(), free.end());
+}
+
+// With the options that depend on the memory that is free.
+TrainSetup with_chosen_options(TrainSetup setup, const Context& ctx) {
+    const TrainOptions& o = setup.o;
+    if (o.fp8.on && o.lora.on())
+        choose_fp8_weights(setup.o, available_on_all(o, ctx), planned_bytes_of(setup.source.config, ctx));
+    return setup;
 }
 
 // Advice for a run that does not fit: options with which it does.
@@ -61,12 +85,7 @@ std::string fp8_warning(const ModelConfig& c) {
 }  // namespace
 
 std::string fit_run(TrainSetup& setup, const Context& ctx) {
-    MemoryPlan limits;
-    limits.limit = setup.o.gpu_memory;
-    // Ranks must choose the same.
-    const std::vector<int64_t> free =
-        ctx.comm->all_gather_host(limits.available(device_memory_available(), device_bytes_in_use()));
-    const int64_t available = *std::min_element(free.begin(), free.end());
+    const int64_t available = available_on_all(setup.o, ctx);
     RunOptions options = setup.o;
     const FitReport fit = search(options, setup.source.config, ctx, available);
     require(fit.found(), "--fit: nothing fits into ", human_bytes(available), "; ", fit.remedy());
@@ -125,7 +144,7 @@ void Trainer::find_peak_flops() {
 
 Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<DirectoryLock> held)
     : ctx(context),
-      setup(std::move(run_setup)),
+      setup(with_chosen_options(std::move(run_setup), context)),
       lock(std::move(held)),
       options(setup.o),
       dtype(options.model.type()),
@@ -191,17 +210,41 @@ Trainer::~Trainer() {
 void Trainer::load_base() {
     if (options.random_weights) {
         initialise_weights(model.table, model.arenas, options.seed, ctx.stream);
-        if (model.nf4) model.nf4->initialise(model.table, options.seed);
+        if (model.nf4) initialise_frozen(*model.nf4, model.table, options.seed);
+        if (model.fp8) initialise_frozen(*model.fp8, model.table, options.seed);
     } else {
         print(load_weights(setup.source, model.table, model.arenas));
-        if (model.nf4) model.nf4->load(open_weight_source(setup.source, model.table), model.table);
+        if (model.nf4) load_frozen(*model.nf4, open_weight_source(setup.source, model.table), model.table);
+        if (model.fp8) load_frozen(*model.fp8, open_weight_source(setup.source, model.table), model.table);
     }
+}
+
+// The scales are of the largest weights, so they tell of another base that begins as the old one did, which is all that
+// LoraAdapter::check_base() looks at.
+void Trainer::check_base_scales() {
+    for (int64_t l = 0; acts.fp8 && acts.fp8->options.whole_weights && l < model.config.layers; l++)
+        for (const Role role : LINEAR_LAYERS) {
+            const LinearWeights w = linear_weights(model, role, l);
+            const Tensor scale = w.fp8 ? w.fp8->scale : w.nf4 ? w.nf4->fp8_scale : Tensor{};
+            float numbers[FP8_SCALE_FLOATS] = {};
+            if (scale) copy_to_host(numbers, scale.data, sizeof numbers, ctx.stream);
+            base_scales.push_back(numbers[FP8_SCALE]);
+        }
+    const std::vector<float>& old = setup.resume.fp8_base_scales;
+    for (size_t i = 0; i < std::min(old.size(), base_scales.size()); i++)
+        require(!old[i] || !base_scales[i] || old[i] == base_scales[i], setup.lora_base().name, ": the fp8 scale of ",
+                model.table.find(LINEAR_LAYERS[i % NUM_LINEAR_LAYERS], int(i / NUM_LINEAR_LAYERS))->name, " is ",
+                base_scales[i], ", but was ", old[i], " when ", setup.resume.checkpoint,
+                " was written: the base has changed; restore it");
 }
 
 void Trainer::start() {
     StepScalars scalars{};
     Model& trained = model.trained();
-    if (model.adapters) load_base();
+    if (model.adapters) {
+        load_base();
+        check_base_scales();
+    }
     if (!setup.resume.checkpoint.empty()) {
         load_state(setup.resume.checkpoint, trained.table, {trained.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
         step = saved_step = setup.resume.step;
@@ -585,6 +628,7 @@ void Trainer::save(bool last) {
                               {"gemm", matmul_choices(ctx.stream, true)},
                               {"val_loss", val_loss}};
     if (acts.fp8) trainer["fp8"] = {{"steps", acts.fp8->recorded()}, {"history", acts.fp8->history(ctx.stream)}};
+    if (!base_scales.empty()) trainer["fp8"]["base_scales"] = base_scales;
     // The files of tensors repeat these numbers, so that a file of another checkpoint is noticed.
     SafetensorsWriter::Metadata metadata = {{"step", str(step)}, {"adam_steps", str(adam_steps)}};
     metadata.insert(base_record.begin(), base_record.end());

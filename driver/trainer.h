@@ -82,6 +82,8 @@ struct Trainer {
     int64_t skips_in_a_row = 0;
     int64_t planned_bytes = 0;                       // of the memory plan
     std::map<std::string, std::string> base_record;  // LoRA: of the model that adapters are trained on
+    // Of the base's weights in fp8, by layer and linear layer, 0: not in fp8; empty: no such base.
+    std::vector<float> base_scales;
     Watchdog watchdog;
     double peak_flops = 0, measured_flops = 0;  // MFU's denominator; the FLOP/s of a matmul measured at the start
     const AbortOnFailure abort_on_failure{ctx};
@@ -92,8 +94,9 @@ struct Trainer {
     void print_setup(const MemoryPlan& plan) const;
     void find_peak_flops();
     void load_base();  // of adapters
-    void start();      // initialises or loads weights, optimizer state and step number
-    void warm_up();    // chooses GEMM algorithms, records graphs
+    void check_base_scales();
+    void start();    // initialises or loads weights, optimizer state and step number
+    void warm_up();  // chooses GEMM algorithms, records graphs
     void adopt_checkpoint_choices();
     Batch warm_up_batch() const;
     std::string log_policy(nlohmann::ordered_json& line, const QueuedStep& q) const;

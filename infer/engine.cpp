@@ -76,6 +76,10 @@ int64_t Engine::prompt_chunk_tokens() {
     return backend_device() == Device::CPU ? 512 : 8192;
 }
 
+int64_t Engine::prompt_tokens_beside_decoding() {
+    return backend_device() == Device::CPU ? 128 : 384;
+}
+
 int64_t Engine::steps_ahead() {
     return graphs_replay() ? 2 : 1;
 }

@@ -73,13 +73,15 @@ void fp8_quantise(const Fp8Output& out, Tensor inp, Stream) {
     quantise_chunks(out, inp.shape[0], inp.shape[1], [&](int64_t n0, int64_t rows) { return inp.rows(n0, n0 + rows); });
 }
 
-void fp8_activation_forward(const Fp8Output& out, Activation f, Tensor inp, Stream stream) {
+void fp8_activation_forward(const Fp8Output& out, Tensor act, Activation f, Tensor inp, Stream stream) {
     const char* op = "fp8_activation_forward";
     const int64_t I = check_activation_input(op, "inp", f, inp, DType::F32), N = inp.shape[0];
+    check_matrix(op, "act", act, N, I, Given::Optional);
     check_fp8_output(op, out, N, I);
-    std::vector<float> chunk(size_t(std::min(N, CHUNK_ROWS) * I));
+    std::vector<float> chunk(act ? 0 : size_t(std::min(N, CHUNK_ROWS) * I));
     quantise_chunks(out, N, I, [&](int64_t n0, int64_t rows) {
-        const Tensor y = host_tensor(chunk.data(), {rows, I}), x = inp.rows(n0, n0 + rows);
+        const Tensor y = act ? act.rows(n0, n0 + rows) : host_tensor(chunk.data(), {rows, I});
+        const Tensor x = inp.rows(n0, n0 + rows);
         activation_forward(f, y, x, stream);
         return y;
     });
@@ -98,6 +100,19 @@ void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Te
         activation_backward(f, y, {}, d, x, stream);
         return y;
     });
+}
+
+void fp8_transpose(Tensor columns, Tensor rows, Stream) {
+    const char* op = "fp8_transpose";
+    check_fp8_transpose(op, columns, rows);
+    const int64_t N = rows.shape[0], C = rows.shape[1], from_stride = row_stride(rows), to_stride = row_stride(columns);
+    const uint8_t* from = rows.as<uint8_t>();
+    uint8_t* to = columns.as<uint8_t>();
+#pragma omp parallel for schedule(static) if (N * C > PARALLEL_MIN)
+    for (int64_t c0 = 0; c0 < C; c0 += CHUNK_ROWS)
+        for (int64_t n = 0; n < N; n++)
+            for (int64_t c = c0; c < std::min(c0 + CHUNK_ROWS, C); c++)
+                to[c * to_stride + n] = from[n * from_stride + c];
 }
 
 void fp8_set_scale(const Fp8Record& record, Fp8Format format, int margin, Stream) {

@@ -1,26 +1,18 @@
-// Quantisation to fp8 in both orientations, through tiles in shared memory.
-//
-//   tile                128 rows x 64 columns; a thread computes 4 rows x 8 columns: it reads vectors of 16 bytes, and
-//                       the codes of its 4 rows of a column fill a word of the transposed tile
-//   global memory       reads 128 bytes of a row, writes 64 of `rows` and 128 of `columns`
-//   shared memory       64 rows of 33 words for each output: 8.25 KiB (SwiGLU's gradient 16.5 KiB). The odd pitch makes
-//                       the transposed reads free of bank conflicts; writes have two-way ones
-//   loads in flight     4 vectors of each input
+// Quantisation to fp8 in both orientations, through the tiles of kernels/cuda/fp8_tile.cuh: 8.25 KiB of shared memory,
+// for SwiGLU's gradient 16.5 KiB. A thread has 4 vectors of each input in flight.
 //
 // LLaMA 1B, N = 8192 tokens, C = 2048: 64 x 32 = 2048 blocks, 8 of which fit on an SM at once.
 #include "kernels/fp8.h"
 
-#include <cuda_fp8.h>
-
+#include "kernels/cuda/fp8_tile.cuh"
 #include "kernels/cuda/mlp_activation.cuh"
 #include "kernels/fp8_check.h"
 
 namespace {
 
+using namespace fp8_tile;
 using T = bf16;
-constexpr int THREADS = 256, TILE_ROWS = 128, TILE_COLUMNS = 64, W = FULL_WIDTH<T>, ROWS = 4;
-constexpr int GROUPS = TILE_COLUMNS / W, PITCH = TILE_ROWS / ROWS + 1;
-static_assert(THREADS == TILE_ROWS / ROWS * GROUPS);
+static_assert(W == FULL_WIDTH<T>);
 
 template <int INPUTS>
 struct Arguments {
@@ -34,12 +26,6 @@ struct Arguments {
     unsigned long long* counts = nullptr;  // or null
     int64_t N = 0, C = 0;
 };
-
-template <Fp8Format FORMAT>
-__device__ __forceinline__ uint32_t encode_pair(float low, float high) {
-    constexpr __nv_fp8_interpretation_t KIND = FORMAT == Fp8Format::E4M3 ? __NV_E4M3 : __NV_E5M2;
-    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, KIND);
-}
 
 // f of element k of each input.
 template <int INPUTS, typename F>
@@ -78,44 +64,12 @@ __device__ __forceinline__ uint2 encode(const Floats<W>& y, float scale, Records
     return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
 }
 
-// Row i of the 4 x 4 bytes in x becomes column i.
-__device__ __forceinline__ void transpose_bytes(uint32_t (&x)[4]) {
-    const uint32_t a = __byte_perm(x[0], x[1], 0x5140), b = __byte_perm(x[2], x[3], 0x5140);
-    const uint32_t c = __byte_perm(x[0], x[1], 0x7362), d = __byte_perm(x[2], x[3], 0x7362);
-    x[0] = __byte_perm(a, b, 0x5410);
-    x[1] = __byte_perm(a, b, 0x7632);
-    x[2] = __byte_perm(c, d, 0x5410);
-    x[3] = __byte_perm(c, d, 0x7632);
-}
-
-// Writes the transposed tile: 16 rows of a column in one store where all of them exist and are aligned.
-__device__ __forceinline__ void store_columns(const uint32_t (&tile)[TILE_COLUMNS][PITCH], uint8_t* columns,
-                                              int64_t stride, int64_t n0, int64_t c0, int64_t N, int64_t C) {
-    constexpr int CHUNK = 16, CHUNKS = TILE_ROWS / CHUNK;
-    const bool aligned = (reinterpret_cast<uintptr_t>(columns) | uintptr_t(stride)) % CHUNK == 0;
-    for (int item = threadIdx.x; item < TILE_COLUMNS * CHUNKS; item += THREADS) {
-        const int column = item / CHUNKS, word = item % CHUNKS * (CHUNK / 4);
-        const int64_t n = n0 + word * 4;
-        if (c0 + column >= C || n >= N) continue;
-        const uint4 codes = {tile[column][word], tile[column][word + 1], tile[column][word + 2],
-                             tile[column][word + 3]};
-        uint8_t* to = columns + (c0 + column) * stride + n;
-        if (aligned && n + CHUNK <= N) {
-            *reinterpret_cast<uint4*>(to) = codes;
-        } else {
-            for (int i = 0; i < min(int64_t(CHUNK), N - n); i++)
-                to[i] = uint8_t(tile[column][word + i / 4] >> i % 4 * 8);
-        }
-    }
-}
-
 // f maps an element of each input to OUTPUTS numbers: a float, or a float2. Output o has the columns from o·C on.
 template <Fp8Format FORMAT, int OUTPUTS, int INPUTS, typename F>
 __global__ void __launch_bounds__(THREADS) quantise_kernel(Arguments<INPUTS> a, F f) {
-    __shared__ uint32_t tile[OUTPUTS][TILE_COLUMNS][PITCH];
-    const RowItem at = row_item(blockIdx.x, ceil_div(a.C, TILE_COLUMNS));
-    const int quad = threadIdx.x / GROUPS, group = threadIdx.x % GROUPS;
-    const int64_t n0 = at.row * TILE_ROWS, c0 = at.item * TILE_COLUMNS, n = n0 + quad * ROWS, c = c0 + group * W;
+    __shared__ Tile tile[OUTPUTS];
+    const Place at(a.C);
+    const int64_t n = at.n, c = at.c;
     const float scale = a.scale[FP8_SCALE];
     // Elements beyond the matrix are 0, and so is their y.
     Pack<T, W> x[ROWS][INPUTS] = {};
@@ -155,17 +109,11 @@ __global__ void __launch_bounds__(THREADS) quantise_kernel(Arguments<INPUTS> a, 
     }
     if (a.columns) {
 #pragma unroll
-        for (int o = 0; o < OUTPUTS; o++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                transpose_bytes(codes[o][half]);
-#pragma unroll
-                for (int k = 0; k < 4; k++) tile[o][group * W + half * 4 + k][quad] = codes[o][half][k];
-            }
+        for (int o = 0; o < OUTPUTS; o++) stage(tile[o], codes[o]);
         __syncthreads();
 #pragma unroll
         for (int o = 0; o < OUTPUTS; o++)
-            store_columns(tile[o], a.columns + o * a.C * a.columns_stride, a.columns_stride, n0, c0, a.N, a.C);
+            store_columns(tile[o], a.columns + o * a.C * a.columns_stride, a.columns_stride, at, a.N, a.C);
     }
 
     // Maxima and sums of integers do not depend on their order.
@@ -217,11 +165,10 @@ void launch(const char* op, const Fp8Output& out, const Tensor& y, int64_t N, in
     a.counts = static_cast<unsigned long long*>(out.record.counts.data);
     a.N = N;
     a.C = C;
-    const dim3 grid = grid_of(ceil_div(N, TILE_ROWS) * ceil_div(C, TILE_COLUMNS));
     if (out.format == Fp8Format::E4M3)
-        quantise_kernel<Fp8Format::E4M3, OUTPUTS><<<grid, THREADS, 0, cuda_stream(stream)>>>(a, f);
+        quantise_kernel<Fp8Format::E4M3, OUTPUTS><<<grid(N, C), THREADS, 0, cuda_stream(stream)>>>(a, f);
     else
-        quantise_kernel<Fp8Format::E5M2, OUTPUTS><<<grid, THREADS, 0, cuda_stream(stream)>>>(a, f);
+        quantise_kernel<Fp8Format::E5M2, OUTPUTS><<<grid(N, C), THREADS, 0, cuda_stream(stream)>>>(a, f);
     check_launch(op, stream);
 }
 
@@ -236,17 +183,18 @@ void fp8_quantise(const Fp8Output& out, Tensor inp, Stream stream) {
     launch<1>(op, out, {}, N, C, Identity{}, stream, inp);
 }
 
-void fp8_activation_forward(const Fp8Output& out, Activation f, Tensor inp, Stream stream) {
+void fp8_activation_forward(const Fp8Output& out, Tensor act, Activation f, Tensor inp, Stream stream) {
     const char* op = "fp8_activation_forward";
     const int64_t I = check_activation_input(op, "inp", f, inp, DType::BF16), N = inp.shape[0];
+    check_matrix(op, "act", act, N, I, Given::Optional, DType::BF16);
     check_fp8_output(op, out, N, I);
-    check_aligned(op, I, {inp, out.rows});
+    check_aligned(op, I, {inp, act, out.rows});
     mlp_activation::dispatch<T>(f, [&](auto functions) {
         using Forward = typename decltype(functions)::Forward;
         if constexpr (mlp_activation::GATED<Forward>)
-            launch<1>(op, out, {}, N, I, Forward{}, stream, inp.columns(0, I), inp.columns(I, 2 * I));
+            launch<1>(op, out, act, N, I, Forward{}, stream, inp.columns(0, I), inp.columns(I, 2 * I));
         else
-            launch<1>(op, out, {}, N, I, Forward{}, stream, inp);
+            launch<1>(op, out, act, N, I, Forward{}, stream, inp);
     });
 }
 
@@ -265,6 +213,39 @@ void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Te
         else
             launch<1>(op, out, dinp, N, I, Backward{}, stream, dout, inp);
     });
+}
+
+namespace {
+
+__global__ void __launch_bounds__(THREADS)
+    transpose_kernel(uint8_t* columns, int64_t columns_stride, const uint8_t* rows, int64_t rows_stride, int64_t N,
+                     int64_t C) {
+    __shared__ Tile tile;
+    const Place at(C);
+    uint32_t codes[2][ROWS] = {};
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        if (at.n + i >= N || at.c >= C) continue;
+        const uint2 row = *reinterpret_cast<const uint2*>(rows + (at.n + i) * rows_stride + at.c);
+        codes[0][i] = row.x;
+        codes[1][i] = row.y;
+    }
+    stage(tile, codes);
+    __syncthreads();
+    store_columns(tile, columns, columns_stride, at, N, C);
+}
+
+}  // namespace
+
+void fp8_transpose(Tensor columns, Tensor rows, Stream stream) {
+    const char* op = "fp8_transpose";
+    check_fp8_transpose(op, columns, rows);
+    const int64_t N = rows.shape[0], C = rows.shape[1];
+    check_aligned(op, C, {rows});
+    if (N * C == 0) return;
+    transpose_kernel<<<grid(N, C), THREADS, 0, cuda_stream(stream)>>>(columns.as<uint8_t>(), row_stride(columns),
+                                                                      rows.as<uint8_t>(), row_stride(rows), N, C);
+    check_launch(op, stream);
 }
 
 namespace {

@@ -37,12 +37,22 @@ struct Fp8Output {
 // y = inp [N, C] T.
 void fp8_quantise(const Fp8Output& out, Tensor inp, Stream stream);
 
-// y [N, I] = f(inp), of kernels/activation.h. inp [N, I] T; if f is gated [N, 2·I].
-void fp8_activation_forward(const Fp8Output& out, Activation f, Tensor inp, Stream stream);
+// y [N, I] = f(inp), of kernels/activation.h. act [N, I] T receives it, or null. inp [N, I] T; if f is gated [N, 2·I].
+void fp8_activation_forward(const Fp8Output& out, Tensor act, Activation f, Tensor inp, Stream stream);
 
 // y = the gradient of inp, of its shape. dinp T receives it, or null; it may be the same memory as inp, or as dout
 // where that has its shape. dout [N, I] T.
 void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Tensor dout, Tensor inp, Stream stream);
+
+// columns [C, N] U8 = the transpose of rows [N, C] U8: the other orientation of a tensor. On a GPU rows are aligned to
+// 16 bytes, and C is a multiple of 16.
+void fp8_transpose(Tensor columns, Tensor rows, Stream stream);
+
+// Quantises a weight to E4M3, in host memory on every backend: frozen weights are quantised once, when they are read.
+// On all threads. y = inp [N, C] fp32, rounded to dtype: the codes and the scale (fp8_set_scale with margin 0) are
+// those that fp8_quantise() gives a weight that is stored in it. rows [N, C], scale [FP8_SCALE_FLOATS]. Returns the
+// largest magnitude, ∞ if a weight is not finite.
+float fp8_quantise_on_host(Tensor rows, Tensor scale, Tensor inp, DType dtype);
 
 // Sets record.scale to the largest power of two for which amax·scale ≤ fp8_max·2⁻ᵐᵃʳᵍⁱⁿ; to 1 if amax is 0 or not
 // finite (fp8_scale_exponent()).

@@ -16,6 +16,11 @@ inline void check_fp8_output(const char* op, const Fp8Output& out, int64_t N, in
     check_matrix(op, "columns", out.columns, C, N, Given::Optional, DType::U8);
 }
 
+inline void check_fp8_transpose(const char* op, const Tensor& columns, const Tensor& rows) {
+    check_matrix(op, "rows", rows, DType::U8);
+    check_matrix(op, "columns", columns, rows.shape[1], rows.shape[0], Given::Required, DType::U8);
+}
+
 inline void check_fp8_scales(const char* op, const Tensor& scales, const Tensor& history, const Tensor& amaxes) {
     require(scales.rank == 2, op, ": scales is ", shape_string(scales), ", expected [records, ", int(FP8_SCALE_FLOATS),
             "]");

@@ -6,7 +6,7 @@
 // The 16 values are quantiles of the normal distribution, scaled to [-1, 1]. A block of 64 weights is divided by its
 // largest magnitude. These magnitudes are stored in 8 bits themselves ("double quantisation"): less their mean, divided
 // by the largest of a group of 256. 4.13 bits a weight in all.
-// On a GPU out and codes of nf4_dequantise() begin at multiples of 16 bytes.
+// On a GPU out and codes of nf4_dequantise(), and what nf4_to_fp8() writes, begin at multiples of 16 bytes.
 // Throws Error on a wrong shape, dtype or alignment, on a number of weights that is not a multiple of 64, and
 // nf4_quantise() on weights that are not finite.
 #pragma once
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "runtime/device/device.h"
+#include "runtime/device/fp8_codes.h"
 #include "runtime/device/tensor.h"
 
 constexpr int64_t NF4_BLOCK = 64, NF4_GROUP = 256;
@@ -34,6 +35,7 @@ struct Nf4Matrix {
     };
     int64_t rows, cols;
     std::vector<Part> parts;
+    Tensor fp8_scale = {};  // [FP8_SCALE_FLOATS] fp32: of the whole weight in E4M3, by its largest magnitude
 };
 
 constexpr int64_t nf4_blocks(int64_t n) {
@@ -46,6 +48,14 @@ constexpr int64_t nf4_groups(int64_t n) {
 // Quantises inp [n] fp32. All tensors are in host memory, on every backend: weights are quantised once, when they are
 // read. On all threads.
 void nf4_quantise(const Nf4Weights& out, Tensor inp);
+
+// The largest magnitude of the dequantised weights, in host memory on every backend.
+float nf4_amax(const Nf4Weights& weights);
+
+// The weights as E4M3 codes of w·matrix.fp8_scale (runtime/device/fp8_codes.h), for fp8 matmuls: w as nf4_dequantise()
+// gives it in fp32, in no other dtype between. Uses the beginning of out (U8, rows·cols or more) and returns it as
+// [rows, cols], or transposed as [cols, rows].
+Tensor nf4_to_fp8(Tensor out, const Nf4Matrix& matrix, bool transposed, Stream stream);
 
 // out [n] fp32, on a GPU also bf16 and fp16: the weights, rounded once.
 void nf4_dequantise(Tensor out, const Nf4Weights& weights, Stream stream);

@@ -91,6 +91,23 @@ void nf4_quantise(const Nf4Weights& out, Tensor inp) {
     *out.mean.as<float>() = mean;
 }
 
+float nf4_amax(const Nf4Weights& weights) {
+    const int64_t n = 2 * weights.codes.numel();
+    check_nf4("nf4_amax", weights, n);
+    const std::array<float, 256> values = nf4_absmax_values();
+    const uint8_t *codes = weights.codes.as<uint8_t>(), *absmax_codes = weights.absmax_codes.as<uint8_t>();
+    const float *group_absmax = weights.group_absmax.as<float>(), mean = *weights.mean.as<float>();
+    float amax = 0;
+#pragma omp parallel for schedule(static) reduction(max : amax)
+    for (int64_t b = 0; b < nf4_blocks(n); b++) {
+        const float absmax = nf4_absmax(values[absmax_codes[b]], group_absmax[b / NF4_GROUP], mean);
+        for (int64_t i = b * NF4_BLOCK / 2; i < (b + 1) * NF4_BLOCK / 2; i++)
+            for (const int code : {codes[i] >> 4, codes[i] & 15})
+                amax = std::max(amax, std::fabs(NF4_VALUES[code] * absmax));
+    }
+    return amax;
+}
+
 Tensor nf4_dequantise(Tensor out, const Nf4Matrix& matrix, Stream stream) {
     for (const Nf4Matrix::Part& part : matrix.parts) {
         const int64_t begin = part.row * matrix.cols, n = part.rows * matrix.cols;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 
 #include "runtime/rng.h"
 
@@ -27,3 +28,8 @@ constexpr float NF4_VALUES[16] = {-1.0f,
 // 2.1), ascending: a decimal exponent from -6 to 0, and 2^exponent linear fractions between 0.1 and 1; both signs,
 // 0, 1.
 std::array<float, 256> nf4_absmax_values();
+
+// The largest magnitude of a block, from its code: group_absmax and mean as in Nf4Weights.
+HOST_DEVICE inline float nf4_absmax(float value, float group_absmax, float mean) {
+    return fmaf(value, group_absmax, mean);
+}

@@ -40,7 +40,8 @@ void swiglu_forward(benchmark::State& state, DType T) {
     const int64_t N = state.range(0), I = state.range(1);
     const BenchArray inp(T, {N, 2 * I});
     const Target target(N, I);
-    run_bench(state, [&] { fp8_activation_forward(target.out(Fp8Format::E4M3), Activation::SwiGLU, inp, Stream{}); });
+    run_bench(state,
+              [&] { fp8_activation_forward(target.out(Fp8Format::E4M3), {}, Activation::SwiGLU, inp, Stream{}); });
     report_bytes(state, inp.bytes() + target.bytes());
 }
 

@@ -32,6 +32,8 @@ inline bool has_gradients(const ModelConfig& c) {
     return c.layers_of(AttentionType::Softmax) == c.layers && c.qk_norm == ::QkNorm::Off && !c.embedding_norm;
 }
 
+// deltas: s·B·A of the adapters of linear layers, by the weights' names; an adapter's operands are not rounded. Such a
+// weight is frozen, and its gradient is that of its delta: doutᵀ·inp.
 struct ModelGradients {
     double loss = 0;
     Weights gradients;
@@ -41,8 +43,9 @@ namespace detail {
 
 class GradientPass {
   public:
-    GradientPass(const ModelConfig& config, const Weights& w, Fp8Rounding r, int64_t batch_size, int64_t seq_len)
-        : c(config), weights(w), rounding(r), N(batch_size * seq_len) {
+    GradientPass(const ModelConfig& config, const Weights& w, const Weights& of_adapters, Fp8Rounding r,
+                 int64_t batch_size, int64_t seq_len)
+        : c(config), weights(w), deltas(of_adapters), rounding(r), N(batch_size * seq_len) {
         for (int64_t n = 0; n < N; n++) positions.push_back(int32_t(n % seq_len));
         for (int64_t b = 0; b <= batch_size; b++) cum_seqlens.push_back(int32_t(b * seq_len));
         if (c.positions == Positions::RoPE)
@@ -89,16 +92,23 @@ class GradientPass {
     }
 
     Array linear(const std::string& name, const Array& inp, int64_t C, int64_t OC) const {
-        return matmul_forward(input_codes(inp).data(), weight_codes(name).data(), find(weights, name + ".bias"), N, C,
-                              OC)
-            .value;
+        Array out =
+            matmul_forward(input_codes(inp).data(), weight_codes(name).data(), find(weights, name + ".bias"), N, C, OC)
+                .value;
+        if (const double* delta = find(deltas, name + ".weight"))
+            detail::add(out, matmul_forward(inp.data(), delta, nullptr, N, C, OC).value);
+        return out;
     }
     // Returns the gradient of the input.
     Array linear_gradient(const std::string& name, const Array& inp, const Array& dout, int64_t C, int64_t OC) {
         const Array d = gradient_codes(dout);
-        add(name + ".weight", matmul_backward_weight(d.data(), input_codes(inp).data(), nullptr, N, C, OC).value);
+        const double* const delta = find(deltas, name + ".weight");
+        const Array &left = delta ? dout : d, right = delta ? inp : input_codes(inp);
+        add(name + ".weight", matmul_backward_weight(left.data(), right.data(), nullptr, N, C, OC).value);
         if (find(weights, name + ".bias")) add(name + ".bias", matmul_backward_bias(dout.data(), nullptr, N, OC).value);
-        return matmul_backward_input(d.data(), weight_codes(name).data(), nullptr, N, C, OC).value;
+        Array dinp = matmul_backward_input(d.data(), weight_codes(name).data(), nullptr, N, C, OC).value;
+        if (delta) detail::add(dinp, matmul_backward_input(dout.data(), delta, nullptr, N, C, OC).value);
+        return dinp;
     }
 
     Saved norm(const std::string& name, const Array& x) const {
@@ -187,7 +197,7 @@ class GradientPass {
     double scale() const { return c.softmax_scale > 0 ? c.softmax_scale : 1 / std::sqrt(double(c.head_size)); }
 
     const ModelConfig& c;
-    const Weights& weights;
+    const Weights &weights, &deltas;
     const Fp8Rounding rounding;
     const int64_t N;
     std::vector<int32_t> positions, cum_seqlens;
@@ -200,8 +210,8 @@ class GradientPass {
 // tokens, targets [B·T]: B sequences of T tokens. Gradients of the mean loss, by the parameters' names.
 inline ModelGradients model_gradients(const ModelConfig& config, const Weights& weights,
                                       const std::vector<int32_t>& tokens, const std::vector<int32_t>& targets,
-                                      int64_t B, int64_t T, Fp8Rounding rounding = {}) {
-    return detail::GradientPass(config, weights, rounding, B, T).run(tokens, targets);
+                                      int64_t B, int64_t T, Fp8Rounding rounding = {}, const Weights& deltas = {}) {
+    return detail::GradientPass(config, weights, deltas, rounding, B, T).run(tokens, targets);
 }
 
 }  // namespace reference

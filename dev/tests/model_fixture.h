@@ -33,7 +33,8 @@ struct Driver {
     Driver(const ModelConfig& config, const RunShape& shape, bool master_weights = true,
            const OptimizerOptions& options = default_options(), OptimizerType hidden_matrices = OptimizerType::AdamW,
            const GradientOptions& gradients = {}, Offload offload = {}, const LoraOptions& lora = {})
-        : model(config, {}, {shape.dtype, shape.dtype != DType::F32 && master_weights}, hidden_matrices, offload, lora),
+        : model(config, {}, {shape.dtype, shape.dtype != DType::F32 && master_weights}, hidden_matrices, offload, lora,
+                shape.fp8),
           acts(config, with_workspace(shape, model)) {
         model.allocate(ctx);
         acts.allocate(ctx);
@@ -76,6 +77,7 @@ struct Driver {
             for (int64_t i = 0; i < p.numel(); i++)
                 values[size_t(i)] = float(p.init_value + std * double(values[size_t(i)]));
             model.arenas.store(p, values.data(), 0, p.padded_numel());
+            if (model.fp8 && model.fp8->quantises(p)) model.fp8->store(p, values.data());
         }
     }
 

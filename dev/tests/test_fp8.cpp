@@ -271,8 +271,13 @@ TEST(Fp8, ActivationForwardIsThatOfTwoKernels) {
                 const TestArray inp = TestArray::random(T, {N, inputs}, 1, 2), y = TestArray::poisoned(T, {N, I});
                 activation_forward(function, y, inp, Stream{});
                 const Quantised q(f, N, I, 16);
-                fp8_activation_forward(q.out, function, inp, Stream{});
+                fp8_activation_forward(q.out, {}, function, inp, Stream{});
                 expect_quantised(q, y.fetch());
+                const Quantised with_act(f, N, I, 16);
+                const TestArray act = TestArray::poisoned(T, {N, I});
+                fp8_activation_forward(with_act.out, act, function, inp, Stream{});
+                expect_quantised(with_act, y.fetch());
+                expect_same_bits("act", act.fetch(), y.fetch());
             }
 }
 
@@ -302,7 +307,7 @@ TEST(Fp8, BitsDoNotDependOnThreads) {
     const TestArray inp = TestArray::random(T, {333, 256}, 1, 2);
     expect_deterministic("fp8_activation_forward", [&] {
         const Quantised q(Fp8Format::E5M2, 333, 128, 4);
-        fp8_activation_forward(q.out, Activation::SwiGLU, inp, Stream{});
+        fp8_activation_forward(q.out, {}, Activation::SwiGLU, inp, Stream{});
         const std::vector<uint8_t> codes = q.rows(), transposed = fetch_codes(q.column_codes);
         std::vector<double> all(codes.begin(), codes.end());
         all.insert(all.end(), transposed.begin(), transposed.end());
@@ -372,11 +377,43 @@ TEST(Fp8Arguments, InvalidArgumentsAreErrors) {
     out = q.out;
     out.record.scale = {};
     expect_error([&] { fp8_quantise(out, inp, Stream{}); }, "fp8_quantise: scale is missing");
-    expect_error([&] { fp8_activation_forward(q.out, Activation::None, inp, Stream{}); },
+    expect_error([&] { fp8_activation_forward(q.out, {}, Activation::None, inp, Stream{}); },
                  "fp8_activation_forward: no activation function is given");
     expect_error(
         [&] {
             fp8_set_scale({q.scale, {}, {}}, Fp8Format::E4M3, 0, Stream{});
         },
         "fp8_set_scale: amax is missing");
+}
+
+// Frozen weights are quantised on the host, as a weight that is stored in T is on the device, and then transposed.
+TEST(Fp8, WeightsAreQuantisedOnTheHost) {
+    for (const auto& [N, C] : {std::pair<int64_t, int64_t>{1, 16}, {3, 48}, {133, 80}, {260, 208}}) {
+        SCOPED_TRACE(str("N ", N, " C ", C));
+        std::vector<float> w(size_t(N * C));
+        for (size_t i = 0; i < w.size(); i++) w[i] = float(normal01(3, uint64_t(N), i)) * 0.03f;
+        std::vector<uint8_t> codes(w.size());
+        float scale[FP8_SCALE_FLOATS];
+        const Tensor host_codes = host_tensor(codes.data(), {N, C}), host_scale = host_tensor(scale, {4});
+        const float amax = fp8_quantise_on_host(host_codes, host_scale, host_tensor(w.data(), {N, C}), T);
+        const Quantised q(Fp8Format::E4M3, N, C, 1);
+        const TestArray inp = TestArray::of(T, {w.begin(), w.end()}, {N, C});
+        Fp8Output measure = q.out;
+        measure.rows = measure.columns = {};
+        fp8_quantise(measure, inp, Stream{});
+        fp8_set_scale(q.out.record, Fp8Format::E4M3, 0, Stream{});
+        fp8_quantise(q.out, inp, Stream{});
+        EXPECT_EQ(double(amax), q.amax.fetch()[0]);
+        EXPECT_EQ(std::vector<double>(scale, scale + FP8_SCALE_FLOATS), q.scale.fetch());
+        EXPECT_EQ(codes, q.rows());
+        const TestArray turned = TestArray::scratch(N * C);
+        fp8_transpose(matrix(turned, C, N), q.out.rows, Stream{});
+        EXPECT_EQ(fetch_codes(turned), fetch_codes(q.column_codes));
+    }
+    std::vector<float> w(16, 1.0f);
+    w[3] = -INF;
+    uint8_t codes[16];
+    float scale[FP8_SCALE_FLOATS];
+    const Tensor host_codes = host_tensor(codes, {1, 16}), host_scale = host_tensor(scale, {4});
+    EXPECT_EQ(fp8_quantise_on_host(host_codes, host_scale, host_tensor(w.data(), {1, 16}), T), INF);
 }

@@ -4,7 +4,7 @@
 #include <iterator>
 
 #include "dev/oracle/reference_gradients.h"
-#include "dev/tests/model_fixture.h"
+#include "dev/tests/fp8_fixture.h"
 #include "models/family.h"
 #include "runtime/model/initialise.h"
 
@@ -12,27 +12,8 @@ namespace {
 
 constexpr int64_t B = 2, T = 16;
 
-DType activations() {
-    return backend_device() == Device::CPU ? DType::F32 : DType::BF16;
-}
-
 RunShape fp8_shape(int64_t batch_size = B) {
-    RunShape shape = training_shape(batch_size, T, activations());
-    shape.fp8.on = true;
-    return shape;
-}
-
-// Sizes that are multiples of 16.
-ModelConfig fp8_config(const ModelVariant& variant) {
-    ModelConfig c = base_config();
-    variant.apply(c);
-    c.channels = 32;
-    c.ffn = 48;
-    c.head_size = 16;
-    c.rope_scaling.fraction = std::max(c.rope_scaling.fraction, 0.5);
-    for (LayerConfig& l : c.layer) l.window = std::min<int64_t>(l.window, 5);
-    validate(c, variant.name);
-    return c;
+    return fp8_training_shape(batch_size, T);
 }
 
 std::vector<double> wide(const std::vector<float>& x) {

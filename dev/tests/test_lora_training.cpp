@@ -1,170 +1,18 @@
 // LoRA adapters in training: their tables, and forward and backward against the model with the adapters merged.
 #include <gtest/gtest.h>
 
-#include "dev/oracle/reference_gradients.h"
-#include "dev/tests/model_fixture.h"
-#include "dev/tests/test_util.h"
+#include "dev/tests/adapters.h"
 #include "models/family.h"
 #include "models/lora.h"
 #include "runtime/model/initialise.h"
 
 namespace {
 
-LoraOptions options(std::vector<std::string> targets = {"all-linear"}, bool rank_stabilized = false) {
-    LoraOptions lora;
-    lora.rank = 3;
-    lora.alpha = 2;
-    lora.rank_stabilized = rank_stabilized;
-    lora.targets = std::move(targets);
-    return lora;
-}
-
-Driver lora_driver(const ModelConfig& config, RunShape shape, const LoraOptions& lora) {
-    return Driver(config, shape, true, Driver::default_options(), OptimizerType::AdamW, {}, {}, lora);
-}
-
-// All weights of a model, padding rows included.
-void copy_weights(const Model& to, const Model& from) {
-    std::vector<float> buffer;
-    for (const Param& p : from.table.params) to.arenas.store(p, from.arenas.fetch(p, buffer), 0, p.padded_numel());
-}
-
-// Calls f(p, A, B, part, first row of A, first row of B) for each adapter of a model. p: the base's parameter.
-template <typename F>
-void for_each_adapter(const Model& model, F f) {
-    for (const auto& [at, parts] : model.lora->parts) {
-        const auto [role, layer] = at;
-        const ParamTable& adapters = model.adapters->table;
-        const Param& p = *model.table.find(role, int(layer));
-        const Param &a = *adapters.find(lora_a(Role(role)), int(layer)),
-                    &b = *adapters.find(lora_b(Role(role)), int(layer));
-        int64_t a_row = 0, b_row = 0;
-        for (const LoraPart& part : parts) {
-            f(p, a, b, part, a_row, b_row);
-            a_row += b.cols;
-            b_row += part.rows;
-        }
-    }
-}
-
-// The model with its adapters merged, without rounding except to fp32.
-void merge(const Driver& lora, const Driver& merged) {
-    copy_weights(merged.model, lora.model);
-    const double s = lora.model.lora->options.scale();
-    for_each_adapter(lora.model, [&](const Param& p, const Param& a, const Param& b, const LoraPart& part,
-                                     int64_t a_row, int64_t b_row) {
-        std::vector<float> w = fetch_param(merged.model, p);
-        const std::vector<float> A = fetch_param(*lora.model.adapters, a), B = fetch_param(*lora.model.adapters, b);
-        for (int64_t i = 0; i < part.rows; i++) {
-            for (int64_t c = 0; c < p.cols; c++) {
-                double sum = 0;
-                for (int64_t r = 0; r < b.cols; r++)
-                    sum += double(B[size_t((b_row + i) * b.cols + r)]) * double(A[size_t((a_row + r) * p.cols + c)]);
-                float& to = w[size_t((part.row + i) * p.cols + c)];
-                to = float(double(to) + s * sum);
-            }
-        }
-        merged.model.arenas.store(p, w.data(), 0, p.numel());
-    });
-}
-
-// The gradients of the merged model's weights: in float64 where the oracle has them, else of the driver.
-reference::Weights merged_gradients(Driver& merged, const Batch& batch, int64_t B, int64_t T) {
-    const ModelConfig& config = merged.model.config;
-    reference::Weights weights, gradients;
-    for (const Param& p : merged.model.table.params) {
-        const std::vector<float> values = fetch_param(merged.model, p);
-        weights[p.name].assign(values.begin(), values.end());
-    }
-    if (reference::has_gradients(config) && !config.norm_after)
-        return reference::model_gradients(config, weights, batch.tokens, batch.targets, B, T).gradients;
-    merged.gradients({batch});
-    for (const Param& p : merged.model.table.params) {
-        const std::vector<float> g = fetch_floats(merged.ctx, merged.optimizer.grads.tensor(p));
-        gradients[p.name].assign(g.begin(), g.begin() + p.numel());
-    }
-    return gradients;
-}
-
-double relative_rms(const std::vector<double>& got, const std::vector<double>& expected) {
-    return rms(difference(got, expected)) / rms(expected);
-}
-
-// The gradient of an adapter's A and B: computed, and expected from dW of the merged model, dA = s·Bᵀ·dW and
-// dB = s·dW·Aᵀ over the rows of the adapter.
-struct AdapterGradients {
-    std::string name;
-    std::vector<double> a, b, expected_a, expected_b;
-};
-std::vector<AdapterGradients> adapter_gradients(const Driver& lora, const reference::Weights& dense) {
-    std::vector<AdapterGradients> all;
-    const double s = lora.model.lora->options.scale();
-    const Model& adapters = *lora.model.adapters;
-    for_each_adapter(lora.model, [&](const Param& p, const Param& a, const Param& b, const LoraPart& part,
-                                     int64_t a_row, int64_t b_row) {
-        const int64_t R = b.cols, C = p.cols;
-        const std::vector<double>& dW = dense.at(p.name);
-        const std::vector<float> A = fetch_param(adapters, a), B = fetch_param(adapters, b),
-                                 da = fetch_floats(lora.ctx, lora.optimizer.grads.tensor(a)),
-                                 db = fetch_floats(lora.ctx, lora.optimizer.grads.tensor(b));
-        AdapterGradients g{str(p.name, " row ", part.row),
-                           {da.begin() + a_row * C, da.begin() + (a_row + R) * C},
-                           {db.begin() + b_row * R, db.begin() + (b_row + part.rows) * R},
-                           std::vector<double>(size_t(R * C), 0),
-                           std::vector<double>(size_t(part.rows * R), 0)};
-        for (int64_t i = 0; i < part.rows; i++) {
-            for (int64_t r = 0; r < R; r++) {
-                for (int64_t c = 0; c < C; c++) {
-                    const double d = s * dW[size_t((part.row + i) * C + c)];
-                    g.expected_a[size_t(r * C + c)] += double(B[size_t((b_row + i) * R + r)]) * d;
-                    g.expected_b[size_t(i * R + r)] += double(A[size_t((a_row + r) * C + c)]) * d;
-                }
-            }
-        }
-        all.push_back(std::move(g));
-    });
-    return all;
-}
-
-// Sizes that NF4 can hold.
-ModelConfig qlora_config(bool llama) {
-    ModelConfig c = base_config();
-    c.channels = 64;
-    c.head_size = 16;
-    c.ffn = 128;
-    if (!llama) return c;
-    c.norm = Norm::RMSNorm;
-    c.positions = Positions::RoPE;
-    c.activation = Activation::SwiGLU;
-    c.kv_heads = 2;
-    c.qkv_bias = c.proj_bias = c.mlp_bias = false;
-    return c;
-}
-
-// The weights of `from` into a model with a base in NF4; and what NF4 made of them back into `from`.
-void quantise_base(Driver& to, Driver& from) {
-    copy_weights(*to.model.adapters, *from.model.adapters);
-    for (const Param& p : from.model.table.params) {
-        std::vector<float> values(size_t(p.padded_numel()), 0.0f), buffer;
-        const float* const exact = from.model.arenas.fetch(p, buffer);
-        std::copy_n(exact, values.size(), values.begin());
-        to.model.arenas.store(p, values.data(), 0, p.padded_numel());
-        if (!Nf4Base::quantises(p)) continue;
-        to.model.nf4->store(p, values.data());
-        const TestArray out = TestArray::poisoned({p.numel()});
-        nf4_dequantise(out, to.model.nf4->matrix(p), to.ctx.stream);
-        synchronize(to.ctx.stream);
-        const std::vector<double> moved = out.fetch();
-        std::copy(moved.begin(), moved.end(), values.begin());
-        from.model.arenas.store(p, values.data(), 0, p.numel());
-    }
-}
-
 class LoraVariant : public ModelVariantTest {};
 
 // Where dW is the driver's, it has an error of its own, of the same bound.
 TEST_P(LoraVariant, MatchesTheMergedModel) {
-    Driver lora = lora_driver(config(), training_shape(B, T), options({"all-linear"}, true));
+    Driver lora = lora_driver(config(), training_shape(B, T), lora_options({"all-linear"}, true));
     lora.randomise(3);
     merge(lora, driver);
     const std::vector<double> expected = driver.logits(batch);
@@ -181,7 +29,7 @@ TEST_P(LoraVariant, MatchesTheMergedModel) {
 // Micro-steps add up, with the bounds of whole models (dev/tests/test_model.cpp); gated linear attention is left out,
 // because it amplifies rounding errors. A step changes the adapters and nothing else.
 TEST_P(LoraVariant, StepsChangeTheAdaptersAlone) {
-    Driver lora = lora_driver(config(), training_shape(B, T), options());
+    Driver lora = lora_driver(config(), training_shape(B, T), lora_options());
     lora.randomise(3);
     lora.gradients({batch});
     const std::vector<float> whole = lora.grads();
@@ -211,7 +59,7 @@ TEST_P(LoraVariant, RecomputationAndOffloadChangeNoBit) {
             RunShape shape = training_shape(B, T);
             shape.recompute = level;
             shape.offload_inputs = offload;
-            Driver lora = lora_driver(config(), shape, options());
+            Driver lora = lora_driver(config(), shape, lora_options());
             lora.randomise(3);
             lora.gradients({batch});
             if (expected.empty()) expected = lora.grads();
@@ -246,7 +94,7 @@ TEST(Lora, Bf16MatchesTheMergedModel) {
         SCOPED_TRACE(name);
         const ModelConfig config = variant(name);
         const Batch batch = random_batch(config, B, T, 5);
-        Driver lora = lora_driver(config, training_shape(B, T, DType::BF16), options()),
+        Driver lora = lora_driver(config, training_shape(B, T, DType::BF16), lora_options()),
                merged(config, training_shape(B, T));
         lora.randomise(3);
         merge(lora, merged);
@@ -273,7 +121,8 @@ TEST(Lora, PartsOfFusedParameters) {
     const std::vector<std::vector<std::string>> subsets = {{"k_proj"}, {"q_proj", "v_proj"}, {"up_proj", "o_proj"}};
     for (const std::vector<std::string>& targets : subsets) {
         SCOPED_TRACE(targets[0]);
-        Driver lora = lora_driver(config, training_shape(B, T), options(targets)), merged(config, training_shape(B, T));
+        Driver lora = lora_driver(config, training_shape(B, T), lora_options(targets)),
+               merged(config, training_shape(B, T));
         EXPECT_EQ(tensor_names(lora.model.adapters->table).size(), 2 * 2 * targets.size());
         lora.randomise(3);
         merge(lora, merged);
@@ -282,7 +131,7 @@ TEST(Lora, PartsOfFusedParameters) {
         lora.gradients({batch});
         const std::vector<float> got = lora.grads();
         EXPECT_GT(rms({got.begin(), got.end()}), 0);
-        Driver all = lora_driver(config, training_shape(B, T), options());
+        Driver all = lora_driver(config, training_shape(B, T), lora_options());
         copy_weights(all.model, lora.model);
         device_fill(all.model.adapters->arenas.weights.data.data, 0,
                     size_t(all.model.adapters->arenas.weights.data.bytes()), {});
@@ -318,7 +167,7 @@ TEST(Lora, AdaptersOfOneLayer) {
         for (const char* layer : {"layers.0.", "layers.1."}) {
             SCOPED_TRACE(str(name, " ", layer));
             const std::string target = str(layer, matrix);
-            Driver lora = lora_driver(config, training_shape(B, T), options({target})),
+            Driver lora = lora_driver(config, training_shape(B, T), lora_options({target})),
                    merged(config, training_shape(B, T));
             lora.randomise(3);
             merge(lora, merged);
@@ -340,7 +189,7 @@ TEST(Lora, MuonUpdatesEachAdapter) {
     const Batch batch = random_batch(config, 2, 11, 5);
     OptimizerOptions muon = Driver::default_options();
     muon.rates = {GroupHyperparameters{1, 0}};
-    Driver d(config, training_shape(2, 11), true, muon, OptimizerType::Muon, {}, {}, options());
+    Driver d(config, training_shape(2, 11), true, muon, OptimizerType::Muon, {}, {}, lora_options());
     d.randomise(3);
     const Model& adapters = *d.model.adapters;
     EXPECT_EQ(Optimizer::second_moments(adapters), 0);
@@ -366,7 +215,7 @@ TEST(Lora, MuonUpdatesEachAdapter) {
 
 TEST(Lora, TableHasTheNamesOfPeft) {
     const ParamTable base = parameter_table(variant("llama"), 1);
-    const LoraTable lora(base, options({"v_proj", "down_proj"}), 1);
+    const LoraTable lora(base, lora_options({"v_proj", "down_proj"}), 1);
     const std::string layer = "base_model.model.model.layers.0.";
     const std::vector<std::string> names = tensor_names(lora.params);
     ASSERT_EQ(names.size(), 8u);
@@ -375,25 +224,26 @@ TEST(Lora, TableHasTheNamesOfPeft) {
     EXPECT_EQ(names[2], layer + "mlp.down_proj.lora_A.weight");
     EXPECT_EQ(lora.params.file, "adapter_model.safetensors");
     EXPECT_EQ(lora.widths, (std::array<int64_t, NUM_LINEAR_LAYERS>{3, 0, 0, 3}));
-    const LoraTable first(base, options({"layers.0.self_attn.q_proj"}), 1);
+    const LoraTable first(base, lora_options({"layers.0.self_attn.q_proj"}), 1);
     EXPECT_EQ(tensor_names(first.params), (std::vector<std::string>{layer + "self_attn.q_proj.lora_A.weight",
                                                                     layer + "self_attn.q_proj.lora_B.weight"}));
 
     const ParamTable gpt2 = parameter_table(variant("gpt2"), 1);
-    EXPECT_EQ(LoraTable(gpt2, options(), 1).options.targets, (std::vector<std::string>{"c_attn", "c_proj", "c_fc"}));
-    EXPECT_EQ(tensor_names(LoraTable(gpt2, options({"c_proj"}), 1).params).size(), 8u);  // of attention and MLP
+    EXPECT_EQ(LoraTable(gpt2, lora_options(), 1).options.targets,
+              (std::vector<std::string>{"c_attn", "c_proj", "c_fc"}));
+    EXPECT_EQ(tensor_names(LoraTable(gpt2, lora_options({"c_proj"}), 1).params).size(), 8u);  // of attention and MLP
     expect_error(
         [&] {
-            LoraTable(base, options({"q_proj", "proj"}), 1);
+            LoraTable(base, lora_options({"q_proj", "proj"}), 1);
         },
         "--lora-targets proj: the model's blocks have no such linear layer; they have "
         "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or give all-linear");
-    EXPECT_THROW(LoraTable(base, options({"lm_head"}), 1), Error);
+    EXPECT_THROW(LoraTable(base, lora_options({"lm_head"}), 1), Error);
 }
 
 TEST(Lora, InitialValues) {
     const ModelConfig config = variant("llama");
-    Driver lora = lora_driver(config, training_shape(2, 11), options());
+    Driver lora = lora_driver(config, training_shape(2, 11), lora_options());
     const Model& adapters = *lora.model.adapters;
     initialise_weights(adapters.table, adapters.arenas, 7, {});
     for (const Param& p : adapters.table.params) {
@@ -415,7 +265,7 @@ TEST(Lora, InitialValues) {
 
 // The scratch of the gradient norm is planned for the larger of the two tables.
 TEST(Lora, AdaptersLargerThanTheBase) {
-    LoraOptions o = options();
+    LoraOptions o = lora_options();
     o.rank = 1 << 16;
     const Model model(base_config(), {}, {}, OptimizerType::AdamW, {}, o);
     ASSERT_GT(model.adapters->table.total, model.table.total);
@@ -431,7 +281,7 @@ TEST(Lora, AdaptersLargerThanTheBase) {
 TEST(Lora, MemoryOfTheFrozenBase) {
     ModelConfig config;
     ASSERT_TRUE(preset("llama-8B", config));
-    LoraOptions o = options();
+    LoraOptions o = lora_options();
     o.rank = 16;
     const Model model(config, {}, {DType::BF16, true}, OptimizerType::AdamW, {}, o);
     const int64_t base = model.table.total, own = model.adapters->table.total;
@@ -460,7 +310,7 @@ TEST(Qlora, EqualsLoraOnTheDequantisedBase) {
     for (const bool llama : {true, false}) {
         const ModelConfig config = qlora_config(llama);
         const Batch batch = random_batch(config, B, T, 5);
-        LoraOptions lora = options(), qlora = options();
+        LoraOptions lora = lora_options(), qlora = lora_options();
         qlora.nf4 = true;
         for (const DType dtype : dtypes())
             for (const Recompute level : {Recompute::None, Recompute::Norms, Recompute::Block}) {
@@ -485,7 +335,7 @@ TEST(Qlora, EqualsLoraOnTheDequantisedBase) {
 }
 
 TEST(Qlora, NeedsRowsOfWholeBlocks) {
-    LoraOptions qlora = options();
+    LoraOptions qlora = lora_options();
     qlora.nf4 = true;
     ModelConfig config = qlora_config(true);
     config.ffn = 120;

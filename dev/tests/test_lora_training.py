@@ -15,7 +15,7 @@ import unittest
 import numpy as np
 
 import several_ranks
-from harness import ROOT, CommandsTest, log, run, sanitized, tokenize
+from harness import ROOT, CommandsTest, cuda, log, run, sanitized, tokenize
 from model_files import read_json, read_safetensors, write_safetensors
 
 FIXTURES = os.path.join(ROOT, "dev", "fixtures", "lora_training")
@@ -352,6 +352,85 @@ class LoraTraining(CommandsTest):
                      "--qlora")
         self.refused(1, ["32 inputs", "multiple of 64", "--qlora"], "train", *self.options("run", "--qlora"))
 
+    def fp8(self):
+        """Options of fp8, which quantises fp32 on the CPU and bf16 on a GPU. Skips the test without fp8 matmuls."""
+        args = ("--matmul-dtype", "fp8", *(("--dtype", "bf16") if cuda() else ()))
+        done = run("train", *self.options("probe", "--steps", 1, *args))
+        if "compute capability 8.9" in done.stderr:
+            self.skipTest("this GPU has no fp8 matmuls")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return args
+
+    def test_fp8(self):
+        """Frozen matmuls in fp8 (dev/tests/test_fp8_lora.cpp has their gradients): losses near those without, resumed
+        bits, one orientation of the weights or two, out of NF4, and a base that is changed where no fingerprint is
+        taken."""
+        fp8 = (*self.fp8(), "--schedule", "constant")
+        base = self.path("base")
+        make_base(base, "llama", C=64, FFN=512)
+        plain = self.train("plain", "--schedule", "constant", base=base)
+        whole = self.train("whole", *fp8, "--save-every", 3, base=base)
+        np.testing.assert_allclose(losses(whole), losses(plain), rtol=0.02)
+        self.assertFalse(np.array_equal(losses(whole), losses(plain)))
+        self.assertEqual(sorted(os.listdir(newest(whole))), sorted(os.listdir(newest(plain))))
+        self.assertEqual(set(tensors_of(newest(whole))), set(tensors_of(newest(plain))))
+        for name, args in (("use", ("--fp8-weights", "use", "--recompute", "block")), ("kept", ("--fp8-weights", "kept"))):
+            self.same_state(self.train(name, *fp8, *args, base=base), whole)
+        half = self.path("half")
+        shutil.copytree(whole, half)
+        shutil.rmtree(newest(half))
+        np.testing.assert_array_equal(losses(self.resume("half")), losses(whole))
+        self.same_state(half, whole)
+        qlora = self.train("qlora", *fp8, "--qlora", base=base)
+        self.same_state(self.train("qlora_block", *fp8, "--qlora", "--recompute", "block", base=base), qlora)
+        self.assertFalse(np.array_equal(losses(qlora), losses(whole)))
+        np.testing.assert_allclose(losses(qlora), losses(self.train("nf4", "--qlora", "--schedule", "constant", base=base)),
+                                   rtol=0.02)
+        # A fingerprint is of a tensor's first 16,384 values, a scale of the largest.
+        tensors = {name: values.copy() for name, values in
+                   read_safetensors(os.path.join(base, "model.safetensors")).items()}
+        tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = 4
+        write_safetensors(os.path.join(base, "model.safetensors"), tensors)
+        for run_directory in ("whole", "qlora"):
+            done = run("train", "--resume", "--out", self.path(run_directory), "--steps", 8)
+            self.assertEqual(done.returncode, 1)  # after the plan: all weights were read
+            self.assertRegex(done.stderr.splitlines()[-1], "fp8 scale of layers.1.fc.weight is .*the base has changed")
+
+    @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
+    def test_fp8_ranks(self):
+        """A base that is sharded, and quantised where it is used, gives the bits of one that is quantised once."""
+        fp8, states = self.fp8(), []
+        for stage in (0, 3):
+            done = several_ranks.run(2, *self.options(f"stage{stage}", "--steps", 3, "--zero-stage", stage, *fp8))
+            self.assertEqual(done.returncode, 0, done.stderr)
+            states.append(self.path(f"stage{stage}"))
+        np.testing.assert_array_equal(losses(states[1]), losses(states[0]))
+        self.same_state(states[1], states[0])
+
+    def test_fp8_plan(self):
+        """Both orientations of a frozen base where they fit, else one; none in bf16."""
+
+        def plan(*args, seq_len=4096):
+            done = run("plan", "--model", "llama-8B", "--seq-len", seq_len, "--batch-size", 1, "--dtype", "bf16", "--json",
+                       "--gpu", "H100 80GB", "--lora-rank", 16, "--matmul-dtype", "fp8", *args)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return json.loads(done.stdout)
+        block = ("--recompute", "block")
+        matrices = 32 * (6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096)
+        both, one = plan(*block), plan(*block, "--gpu-memory", "16GiB")
+        self.assertAlmostEqual(both["bytes"]["fp8 weights"] / matrices, 2, delta=1e-4)
+        self.assertAlmostEqual(one["bytes"]["fp8 weights"] / matrices, 1, delta=1e-4)
+        self.assertTrue(one["fits"])
+        self.assertEqual(plan(*block, "--fp8-weights", "use")["bytes"], one["bytes"])
+        self.assertEqual(plan(*block, "--gpu-memory", "16GiB", "--fp8-weights", "kept")["bytes"], both["bytes"])
+        self.assertAlmostEqual(one["bytes"]["weights"] / (2 * 2 * 128256 * 4096), 1, delta=1e-3)  # embedding and head
+        # Recomputation costs more time than a transposition.
+        fitted = plan("--fit", "--gpu-memory", "30GiB")
+        self.assertAlmostEqual(fitted["bytes"]["fp8 weights"] / matrices, 1, delta=1e-4)
+        qlora = plan(*block, "--qlora")["bytes"]
+        self.assertNotIn("fp8 weights", qlora)
+        self.assertLess(sum(qlora.values()), 10.2e9)
+
     def test_random_base(self):
         """A preset with initial weights: the bits of the same model from a file; a checkpoint says that it has none."""
 
@@ -409,7 +488,7 @@ class LoraTraining(CommandsTest):
 
     def test_refusals(self):
         for args, words in ((("--optimizer", "muon", "--adam-weight-decay", 0.1), ["--adam-weight-decay", "freezes"]),
-                            (("--matmul-dtype", "fp8"), ["--lora-rank", "fp8"]),
+                            (("--qlora", "--matmul-dtype", "fp8", "--fp8-weights", "kept"), ["--fp8-weights kept", "NF4"]),
                             (("--offload", "optimizer"), ["--lora-rank", "--offload optimizer"]),
                             (("--embedding-lr", 1e-3), ["--embedding-lr", "--lora-rank"]),
                             (("--qlora", "--zero-stage", 3), ["--qlora", "--zero-stage 0, 1 or 2"]),

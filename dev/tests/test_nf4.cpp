@@ -119,6 +119,48 @@ TEST(Nf4, DequantisesToTheSameBitsEverywhere) {
     }
 }
 
+// The codes are those of the dequantised weights in fp32, in both orientations. Two matrices one below the other, of
+// which the second begins at a row that 16 does not divide.
+TEST(Nf4, BecomesFp8WithoutANumberBetween) {
+    for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{1, 64}, {40, 192}, {133, 320}}) {
+        SCOPED_TRACE(str(rows, " x ", cols));
+        Nf4Matrix m{rows + 3, cols, {}};
+        std::vector<DeviceNf4> parts;
+        std::vector<double> expected;
+        float amax = 0;
+        for (const auto& [row, n] : {std::pair<int64_t, int64_t>{0, rows}, {rows, 3}}) {
+            std::vector<float> w(size_t(n * cols));
+            for (size_t i = 0; i < w.size(); i++) w[i] = float(normal01(4, uint64_t(n), i)) * (i < 64 ? 1e-5f : 0.02f);
+            HostNf4 host(w);
+            const std::vector<double> values = decoded(host);
+            expected.insert(expected.end(), values.begin(), values.end());
+            double largest = 0;
+            for (const double x : values) largest = std::max(largest, std::fabs(x));
+            EXPECT_EQ(double(nf4_amax(host.tensors())), largest);
+            amax = std::max(amax, nf4_amax(host.tensors()));
+            parts.emplace_back(host);
+            m.parts.push_back({row, n, parts.back()});
+        }
+        float scale[FP8_SCALE_FLOATS];
+        fp8_store_scale(scale, fp8_scale_exponent(amax, Fp8Format::E4M3, 0));
+        const TestArray scales = TestArray::of({scale, scale + FP8_SCALE_FLOATS}, {FP8_SCALE_FLOATS});
+        m.fp8_scale = scales;
+        for (const bool transposed : {false, true}) {
+            const TestArray out = TestArray::scratch(m.rows * cols);
+            const Tensor codes = nf4_to_fp8(out, m, transposed, Stream{});
+            EXPECT_EQ(codes.shape[0], transposed ? cols : m.rows);
+            std::vector<uint8_t> got(expected.size());
+            out.fetch_bytes(got.data());
+            for (int64_t n = 0; n < m.rows; n++)
+                for (int64_t c = 0; c < cols; c++)
+                    ASSERT_EQ(
+                        int(got[size_t(transposed ? c * m.rows + n : n * cols + c)]),
+                        int(fp8_encode(float(expected[size_t(n * cols + c)]) * scale[FP8_SCALE], Fp8Format::E4M3)))
+                        << n << ", " << c;
+        }
+    }
+}
+
 // The 16 values are at most 0.304 apart, so a weight moves by at most 0.152 of its block's maximum; the maximum itself
 // by half the distance of two 8-bit values, at most 0.0071 of the group's.
 TEST(Nf4, MovesAWeightByLittle) {

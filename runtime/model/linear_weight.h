@@ -26,6 +26,7 @@ struct LoraWeights {
 struct LinearWeights {
     Tensor weight, bias = {};                     // [OC, C], null if it is packed; [OC] or null
     const struct Nf4Matrix* nf4 = nullptr;        // in NF4 (kernels/nf4.h), or null
+    const struct Fp8Weight* fp8 = nullptr;        // frozen, in fp8 (driver/fp8_base.h), or null
     const struct PackedWeight* packed = nullptr;  // in 8 or 4 bits (kernels/packed_weight.h), or null
     LoraWeights lora = {};
 };
