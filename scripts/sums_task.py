@@ -117,7 +117,7 @@ def main():
     command = commands.add_parser("make", help="write the data")
     command.add_argument("folder")
     command.add_argument("--largest", type=int, default=99, help="number to add (default %(default)s)")
-    command.add_argument("--train", type=int, default=4000, help="sums to train on, at most (default %(default)s)")
+    command.add_argument("--train", type=int, default=2000, help="sums to train on, at most (default %(default)s)")
     command.add_argument("--held-out", type=int, default=200, help="sums to evaluate with (default %(default)s)")
     command.add_argument("--seed", type=int, default=1)
     command.set_defaults(run=make)
