@@ -209,7 +209,9 @@ class RlTest(TrainingTest):
         memory = log(out)[0]["memory"]
         done = run("plan", "--model", self.base, "--batch-size", 2, "--seq-len", 142, "--dtype", "fp32", "--json",
                    "--rollout-batch-size", 64)
-        self.assertEqual(json.loads(done.stdout)["total_bytes"], memory)
+        plan = json.loads(done.stdout)  # of a run that saves meanwhile, which this one does not
+        snapshot = {**plan["bytes"], **plan.get("host_bytes", {})}["checkpoint snapshot"]
+        self.assertEqual(plan["total_bytes"] - snapshot, memory)
 
     @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
     def test_ranks_sample_what_one_does(self):
