@@ -190,7 +190,7 @@ SOURCES := $(filter-out runtime/communication/comm_%,$(SOURCES)) $(wildcard runt
 # The server, where libmicrohttpd is.
 HTTP ?= $(shell echo '__has_include(<microhttpd.h>)' | $(CXX) $(UNPACKED_INCLUDE) -std=c++20 -E -P -x c++ - 2>/dev/null)
 SERVE := $(if $(filter 1 yes,$(HTTP)),$(filter-out serve/without_http.cpp,$(wildcard serve/*.cpp)),serve/without_http.cpp)
-SOURCES += $(SERVE)
+SOURCES += $(SERVE) $(wildcard rl/*.cpp)
 
 LIB := $(BUILD)/libtrain_gpt.a
 DRIVER := $(BUILD)/train_gpt
@@ -204,7 +204,7 @@ DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuf
 # nlohmann/json then compile once for a directory and not in every file, which halves the time of a whole build. What the
 # data library takes of data/ is an object of its own, data/library/jumbo.cpp.o. Others stay as they are: families of models,
 # and kernels, define the same names in several files, and a sanitized build optimises files of runtime/ differently.
-JUMBO_DIRS := $(if $(filter no,$(JUMBO)),,commands data data/jinja data/library driver infer models parallel runtime/device runtime/files runtime/model serve)
+JUMBO_DIRS := $(if $(filter no,$(JUMBO)),,commands data data/jinja data/library driver infer models parallel runtime/device runtime/files runtime/model serve rl)
 LIBRARY_GROUP := $(filter-out data/jinja/%,$(filter data/%,$(DATA_LIB_SOURCES)))
 FAMILIES := $(shell grep -l '_family() {' models/*.cpp)
 UNGROUPED := $(filter-out data/jinja/%,$(DATA_LIB_SOURCES)) $(FAMILIES)
@@ -287,6 +287,11 @@ $(patsubst %,$(BUILD)/%.cu.o,train_gpt test_gpt runtime/device/device runtime/de
     runtime/communication/comm_nccl dev/bench/bench_comm): private COMPILE_CU = $(COMPILE) -x c++
 endif
 $(BUILD)/%_hopper.cu.o: private GENCODE := -gencode arch=compute_90a,code=sm_90a
+# ONE_ARCH=1, for CI: code for the first architecture only, except where the source asks for which one it is compiled.
+ifneq ($(ONE_ARCH),)
+$(patsubst %,$(BUILD)/%.o,$(filter-out %_hopper.cu kernels/generation/decode_step% %linear_packed_small_batch.cu,$(CU) $(wildcard dev/*/*.cu))): \
+    private GENCODE := -gencode arch=compute_$(firstword $(ARCHS)),code=sm_$(firstword $(ARCHS))
+endif
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)

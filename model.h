@@ -52,8 +52,7 @@ struct Precision {
     std::optional<Packing> packing = {};  // of the matrices, for inference
 };
 
-// The parts that lie in pinned host memory: m and v; master weights; the inputs of blocks (driver/block_inputs.h). The
-// optimizer's kernels read and write their state there.
+// In pinned host memory, where kernels read and write: m and v; master weights; block inputs (driver/block_inputs.h).
 struct Offload {
     bool optimizer = false, master = false, activations = false;
     // On the CPU all memory is the host's, so nothing is copied.
@@ -72,8 +71,7 @@ struct Model {
     // ZeRO stage 3, else empty and null: the buffers for gathered groups, and what gathers them.
     GroupBuffers buffers;
     std::unique_ptr<WeightGatherer> gatherer;
-    // LoRA: the adapters, which are trained instead of the weights, and their parameters as a model of its own. They
-    // are small, so every rank holds them whole in all ZeRO stages. Else null.
+    // LoRA: the adapters, which alone are trained, as a model of its own; whole on every rank in all stages. Else null.
     std::unique_ptr<LoraTable> lora;
     std::unique_ptr<Model> adapters;
     // QLoRA: the weights of the blocks' linear layers, which the arenas then do not hold. Else null.
@@ -148,6 +146,8 @@ struct RunShape {
     int64_t nf4_weight = 0;                                // QLoRA: elements of the largest weight in NF4; 0: none
     std::optional<Packing> packing = {};                   // of the matrices, for inference
     std::optional<PreferenceOptions> preference = {};      // training on pairs (driver/sequence_loss.h)
+    std::optional<RolloutFlags> rollout = {};              // reinforcement learning (rl/)
+    int64_t rollout_bytes = 0;                             // that rollouts use between steps
     bool offload_inputs = false;  // the blocks' inputs, but the last one's, wait in host memory for the backward pass
     bool deterministic = true;    // false: attention's backward pass may add in any order
     Target target = this_target();
@@ -189,6 +189,7 @@ struct LayerActs {
 struct InputActs {
     Tensor tokens, targets, positions;  // [N] int32
     Tensor loss_rows;                   // [N] int32; a batch uses its first entries
+    Tensor policy_terms;                // [5, N] fp32: Batch::PolicyTerms of each loss token
     Tensor pair_rows, pair_reference;   // [pairs, 3] int32, [pairs, 2] fp32: as PreferenceLoss has them; room for N/2
     Tensor cum_seqlens;                 // [N + 1] int32; the sequences of a batch use its first entries
     Tensor num_sequences;               // [1] int32; used if Batch::num_sequences > 0
@@ -211,6 +212,7 @@ struct HeadActs {
     Tensor base_weight;                // QLoRA: a weight out of NF4
     Tensor update_workspace;           // bytes: Muon's updates and what Newton-Schulz needs
     Tensor sums, scalars;              // [ranks, NUM_STEP_SUMS] fp64; StepScalars
+    Tensor rollout;                    // bytes, between steps (rl/rollouts.h)
     Tensor micro_step;                 // its number in the run, for the rounding of gradients to bf16
     Tensor sample_id, sample_key;      // [1] int32 the sampled token; [2] int64 sequence and position, the keys of its
     Tensor sample_row;                 // random number; [1, bytes] a SamplingRow
@@ -286,9 +288,10 @@ struct Input {
     Tensor loss_rows;          // the tokens that backward() computes the head of, then −1; null: all
     AttentionSequences sequences;
     bool two_passes = false;  // over the head (driver/sequence_loss.h)
+    bool old_policy = false;  // as Batch has it
 
     int64_t head_tokens() const { return loss_rows ? loss_rows.shape[0] : n; }
-    int64_t head_kind() const { return two_passes ? -head_tokens() : head_tokens(); }  // of recorded micro-steps
+    int64_t head_kind() const { return two_passes || old_policy ? -head_tokens() : head_tokens(); }  // of graphs
 };
 // loss_tokens_only: for backward(), which then computes the head only of tokens with a target.
 Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bool loss_tokens_only = false);

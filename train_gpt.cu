@@ -217,6 +217,7 @@ Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bo
     Input in{n, put(acts.tokens, batch.tokens), put(acts.positions, acts.angle_rows(batch, ctx.stream)), {}, {}, {}};
     std::vector<int32_t> rows;
     if (loss_tokens_only) rows = acts.shape.preference ? upload_pairs(ctx, acts, batch, in) : loss_rows(acts, batch);
+    if (acts.shape.rollout && loss_tokens_only) upload_policy(ctx, acts, batch, rows, in);
     if (!rows.empty()) {
         in.loss_rows = put(acts.loss_rows, rows);
         for (int32_t& row : rows) row = row < 0 ? Batch::NO_TARGET : batch.targets[size_t(row)];
@@ -488,11 +489,13 @@ Tensor head_forward(const Pass& p, Tensor inp) {
     return out;
 }
 
-// The head's input: normf, or the rows of the loss tokens alone, gathered into dnormf's memory.
+// The head's input: normf, or the rows of the loss tokens alone, gathered into dnormf's memory; with a temperature
+// divided by it.
 Tensor head_input(const Pass& p) {
     const Tensor &normf = p.acts.normf, &gathered = p.acts.dnormf;
     if (!p.in.loss_rows) return normf;
-    gather_rows(gathered.rows(0, p.in.head_tokens()), normf.rows(0, p.in.n), p.in.loss_rows, p.stream());
+    gather_rows(gathered.rows(0, p.in.head_tokens()), normf.rows(0, p.in.n), p.in.loss_rows, p.stream(),
+                logit_scale(p.acts));
     return gathered;
 }
 
@@ -552,7 +555,7 @@ namespace {
 // The head, chunk by chunk of tokens: losses, the head's weight gradient and dnormf. Tokens without a target have no
 // gradient. If they are left out (in.loss_rows), the gradients of the gathered rows are computed in normf's memory, and
 // scattered to dnormf.
-void head_forward_backward(const Pass& p, float dloss) {
+void head_forward_backward(const Pass& p, float dloss, bool first_micro) {
     const Range range(p.ctx.profiler, "head and loss");
     const Activations& acts = p.acts;
     const Input& in = p.in;
@@ -576,10 +579,13 @@ void head_forward_backward(const Pass& p, float dloss) {
     };
     if (acts.shape.preference)
         pair_head_forward_backward(p, dloss, rows);
+    else if (acts.shape.rollout)
+        policy_head_forward_backward(p, dloss, !first_micro, rows);
     else
         for (int64_t begin = 0; begin < n; begin += chunk)
             linear_cross_entropy(rows(begin, std::min(begin + chunk, n)), p.stream());
-    if (in.loss_rows) scatter_rows(acts.dnormf.rows(0, in.n), dinp.rows(0, n), in.loss_rows, p.stream());
+    if (!in.loss_rows) return;
+    scatter_rows(acts.dnormf.rows(0, in.n), dinp.rows(0, n), in.loss_rows, p.stream(), logit_scale(acts));
 }
 
 struct NormGradients {
@@ -817,10 +823,10 @@ void backward(const Pass& p, float dloss, bool first_micro, bool last_micro) {
                trains_embedding = !frozen || adapter_of(p, WTE).a;
     if (!frozen) grads.open(model.fp32_group(), p.stream());
     if (trains_head) grads.open(model.head_group(), p.stream());
-    head_forward_backward(p, dloss);
+    head_forward_backward(p, dloss, first_micro);
     if (acts.shape.preference)
         sum_pairs(p, !first_micro);
-    else
+    else if (!acts.shape.rollout)
         sum_losses(acts.loss_sum, acts.losses.rows(0, p.in.head_tokens()), !first_micro, p.stream());
     if (!model.config.tied && trains_head) grads.close(model.head_group(), p.stream());
     const Tensor dx = acts.dx.rows(0, n);
@@ -964,50 +970,29 @@ void micro_step(Trainer& t, const Batch& batch, bool first, bool last, bool repl
         t.graphs[first][last && grads.completes_sums()][in.head_kind()].run(ctx.stream, work);
 }
 
-namespace {
-
-// Whether any rank was asked to stop. Every rank asks before each micro-step and gets the same answer, so all leave out
-// the same micro-steps and none waits for a collective that the others don't call. Hosts wait for each other here, the
-// devices meanwhile run what is queued.
-bool stopping(Trainer& t) {
-    const char asked = stop_requested() || !t.log_error.empty();
-    t.ctx.comm->all_gather_host(t.asked_to_stop.data(), &asked, 1);
-    return std::find(t.asked_to_stop.begin(), t.asked_to_stop.end(), 1) != t.asked_to_stop.end();
-}
-
-// The numbers of a step that the device reads: its learning rate, clipping, momentum.
-StepScalars settings_of(const TrainOptions& options, int64_t step) {
-    StepScalars s{};
-    s.lr = static_cast<float>(learning_rate(options, step));
-    s.grad_clip = static_cast<float>(options.grad_clip);
-    s.momentum = static_cast<float>(momentum(options, step));
-    s.spike_factor = static_cast<float>(options.spike_factor);
-    return s;
-}
-
-}  // namespace
-
 // Queues one optimizer step: micro-steps whose gradients add up, then the update. The host runs ahead of the device by
 // at most as many batches as Staging has buffers. False: the run was asked to stop, so the step was left out or left
 // unfinished. That loses nothing: weights, optimizer state and step change only in the update, and the next step writes
 // over the gradients.
-bool queue_step(Trainer& t, Loader& loader) {
+bool queue_step(Trainer& t, BatchSource& source) {
     const Context& ctx = t.ctx;
     const Activations& acts = t.acts;
-    const int64_t number = t.step + 1, micro_steps = t.setup.micro_steps;
+    t.watchdog.state("preparing batches", t.step + 1);
+    const int64_t number = t.step + 1, micro_steps = source.begin_step(t.step);
+    if (micro_steps == 0) return false;
     Trainer::QueuedStep& q = t.queue[t.queued % 2];
     q.begin.record(ctx.stream);
-    const StepScalars settings = settings_of(t.options, t.step);
+    const StepScalars settings = t.settings();
     acts.staging->next();
     acts.staging->put(acts.scalars.data, &settings, offsetof(StepScalars, loss), ctx.stream);
     int64_t terms = 0;
     for (int64_t micro = 0; micro < micro_steps; micro++) {
-        if (stopping(t)) return false;
+        if (source.may_stop() && t.stopping()) return false;
         t.watchdog.state("reading training data", number);
-        const Batch& batch = t.next_batch(loader, micro);
+        const Batch& batch = source.next();
         t.watchdog.state("forward and backward", number);
         if (t.optimizer.grads.numbers_micro_steps()) {
-            const int64_t in_run = t.step * micro_steps + micro;
+            const int64_t in_run = t.step * t.setup.micro_steps + micro;
             acts.staging->put(acts.micro_step.data, &in_run, sizeof in_run, ctx.stream);
         }
         micro_step(t, batch, micro == 0, micro + 1 == micro_steps);
@@ -1019,30 +1004,32 @@ bool queue_step(Trainer& t, Loader& loader) {
     t.watchdog.state("update", number);
     update(ctx, t.model, t.optimizer, acts, 1 / count, double(t.options.total_batch_tokens) / count);
     copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
+    if (acts.shape.rollout) copy_to_host_async(q.sums.get(), acts.sums.data, size_t(acts.sums.bytes()), ctx.stream);
     if (acts.fp8)
         copy_to_host_async(q.fp8_counts(), acts.fp8->counts().data, Trainer::QueuedStep::FP8_BYTES, ctx.stream);
     q.end.record(ctx.stream);
     if (ctx.world > 1) ctx.comm->watch(str("step ", number), ctx.stream);
     q.step = t.step = number;
     q.loss_terms = terms;
+    q.tokens = source.tokens();
+    q.entries = source.log_entries();
     t.queued++;
     t.val_loss = NAN;
     return true;
 }
 
-void train(Trainer& t) {
+void train(Trainer& t, BatchSource& source) {
     const Context& ctx = t.ctx;
     const TrainOptions& options = t.options;
     catch_stop_signals();
     Progress progress(options.steps, t.step, ctx.rank == 0);
     const auto note = [&](const std::string& line) { progress.note(line); };
-    t.checkpoints.note = note;
+    t.checkpoints.note = source.note = note;
     RunLog log(ctx.rank == 0 ? join_path(options.out, "log.jsonl") : "", t.step, note);
-    Loader loader(t.setup.sources(), t.loader_options(), t.first_batch());
-    note(t.describe_start(loader));
+    note(t.describe_start(source));
     while (t.step < options.steps) {
         if (t.step + 1 == options.profile) ctx.profiler.start(ctx.stream);
-        if (!queue_step(t, loader)) break;
+        if (!queue_step(t, source)) break;
         t.checkpoints.poll();
         if (ctx.profiler.on()) {
             ctx.profiler.stop();
@@ -1063,6 +1050,6 @@ void train(Trainer& t) {
     t.checkpoints.wait();
     t.save(true);
     if (t.step < options.steps)
-        note(str("stopped at step ", t.step, "; 'train --resume --out ", options.out, "' continues"));
+        note(str("stopped at step ", t.step, "; '", options.command, " --resume --out ", options.out, "' continues"));
     t.end_log(log);
 }

@@ -31,6 +31,7 @@ int run_program(int argc, char** argv, const std::vector<Command>& commands, con
 std::string describe(const std::system_error& error);
 
 void run_train(const Args& args);
+void run_rl(const Args& args);  // rl/
 void run_eval(const Args& args);
 void run_sample(const Args& args);
 void run_chat(const Args& args);

@@ -7,44 +7,14 @@
 #include <thread>
 
 #include "commands/help.h"
+#include "driver/answer_prompts.h"
 #include "driver/inference.h"
-#include "infer/prompts.h"
 #include "infer/sample_output.h"
 #include "kernels/generation/read_bandwidth.h"
 #include "runtime/files/files.h"
 #include "runtime/signals.h"
 
 namespace {
-
-// What the prompts are for the model.
-struct Prompts {
-    std::unique_ptr<ChatTemplate> chat_template;  // null: they are text
-    std::vector<std::vector<int32_t>> tokens;
-    int64_t longest = 0;
-};
-
-Prompts tokens_of(const std::vector<Problem>& problems, const AnswerOptions& o, const ModelSource& source,
-                  const Tokenizer& tokenizer) {
-    Prompts out;
-    if (o.chat_template && ChatTemplate::exists(source.files))
-        out.chat_template = std::make_unique<ChatTemplate>(source.files);
-    const std::tm now = local_time_now();
-    std::string text;
-    for (const Problem& p : problems) {
-        text += p.prompt;
-        require(out.chat_template || p.messages.empty(), o.file, ": has messages, which need a chat template; ",
-                o.chat_template ? str(source.name, " has none, so give each line a prompt")
-                                : "leave out --chat-template off");
-        const std::vector<Message> messages =
-            p.messages.empty() ? std::vector<Message>{{"user", p.prompt}} : p.messages;
-        out.tokens.push_back(out.chat_template ? out.chat_template->tokens(messages, true, now, tokenizer)
-                                               : prompt_tokens(p.prompt, source, &tokenizer));
-        out.longest = std::max(out.longest, int64_t(out.tokens.back().size()));
-    }
-    const std::string lost = lost_bytes_note(text, tokenizer);
-    if (!lost.empty()) std::cerr << "train_gpt: eval: " << lost << "\n";
-    return out;
-}
 
 struct Results {
     const std::vector<Problem>& problems;
@@ -111,6 +81,33 @@ struct Results {
 
 }  // namespace
 
+void add_scorer_options(CLI::App& app, Scorer::Options& scorer) {
+    CLI::Option* const command =
+        app.add_option(
+               "--verifier", scorer.command.command,
+               "program that rewards completions: it reads JSON lines with id, prompt, completion and answer and "
+               "writes lines with id and reward, from 0 to 1; started without a shell, and no sandbox. For lines "
+               "without verifier, and where it is 'command'")
+            ->check([](const std::string& text) {
+                command_words(text);
+                return std::string();
+            });
+    app.add_option("--verifier-processes", scorer.command.processes, "how many run at the same time")
+        ->check(at_least(1))
+        ->default_val(int64_t(std::max(1u, std::thread::hardware_concurrency())))
+        ->default_str("a process per core")
+        ->needs(command);
+    app.add_option("--verifier-timeout", scorer.command.timeout, "seconds that it has for one completion")
+        ->check(number_in(1e-3, 1e6))
+        ->capture_default_str()
+        ->needs(command);
+    app.add_option_function<std::string>(
+           "--on-verifier-error", [&scorer](const std::string& what) { scorer.zero_on_error = what == "zero"; },
+           "where a verifier fails: stop with an error, or a reward of zero; a line counts them")
+        ->check(CLI::IsMember({"stop", "zero"}))
+        ->default_str("stop");
+}
+
 CLI::Option* add_answer_options(CLI::App& app, AnswerOptions& o) {
     const InGroup group(app, help_group::ANSWERS);
     CLI::Option* const answers =
@@ -122,30 +119,7 @@ CLI::Option* add_answer_options(CLI::App& app, AnswerOptions& o) {
     add_switch(app, "--chat-template", o.chat_template,
                "whether a prompt is a user turn of the model's chat template, where it has one, and not plain text");
     app.add_option("--output", o.output, "write each completion with its reward into this file, a JSON object a line");
-    CLI::Option* const command =
-        app.add_option(
-               "--verifier", o.scorer.command.command,
-               "program that rewards completions: it reads JSON lines with id, prompt, completion and answer and "
-               "writes lines with id and reward, from 0 to 1; started without a shell, and no sandbox. For lines "
-               "without verifier, and where it is 'command'")
-            ->check([](const std::string& text) {
-                command_words(text);
-                return std::string();
-            });
-    app.add_option("--verifier-processes", o.scorer.command.processes, "how many run at the same time")
-        ->check(at_least(1))
-        ->default_val(int64_t(std::max(1u, std::thread::hardware_concurrency())))
-        ->default_str("a process per core")
-        ->needs(command);
-    app.add_option("--verifier-timeout", o.scorer.command.timeout, "seconds that it has for one completion")
-        ->check(number_in(1e-3, 1e6))
-        ->capture_default_str()
-        ->needs(command);
-    app.add_option_function<std::string>(
-           "--on-verifier-error", [&o](const std::string& what) { o.scorer.zero_on_error = what == "zero"; },
-           "where a verifier fails: stop with an error, or a reward of zero; a line counts them")
-        ->check(CLI::IsMember({"stop", "zero"}))
-        ->default_str("stop");
+    add_scorer_options(app, o.scorer);
     for (CLI::Option* option : app.get_options())
         if (option->get_group() == help_group::ANSWERS && option != answers) option->needs(answers);
     return answers;
@@ -160,7 +134,8 @@ void run_answers(const AnswerOptions& o, const ModelOptions& model, bool json, c
     const Context ctx;
     const ModelSource source = model.resolve(0);
     const Tokenizer tokenizer(source.files);
-    const Prompts prompts = tokens_of(problems, o, source, tokenizer);
+    const AnswerPrompts prompts = answer_prompts(problems, o.file, o.chat_template, source, tokenizer);
+    if (!prompts.note.empty()) std::cerr << "train_gpt: eval: " << prompts.note << "\n";
     const int64_t samples = o.generation.num_samples, count = completion_count(samples, int64_t(problems.size()));
     GenerationFlags generation = o.generation;
     Args typed = args;
@@ -171,8 +146,7 @@ void run_answers(const AnswerOptions& o, const ModelOptions& model, bool json, c
     LoadedEngine m(ctx, source, generation_engine(generation, model, source, &tokenizer, count, prompts.longest, typed),
                    false);
     CompletionOptions ends = completion_options(generation, source, &tokenizer);
-    if (prompts.chat_template && !generation.ignore_eos)
-        for (const int32_t token : prompts.chat_template->end_tokens(tokenizer)) ends.eos.push_back(token);
+    if (!generation.ignore_eos) prompts.add_end_tokens(ends.eos, tokenizer);
     std::vector<Completion> completions;
     std::vector<Request> requests;
     completions.reserve(size_t(count));

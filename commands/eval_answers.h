@@ -11,6 +11,9 @@ struct AnswerOptions {
     bool chat_template = true;
 };
 
+// --verifier and what belongs to it.
+void add_scorer_options(CLI::App& app, Scorer::Options& scorer);
+
 // --answers, which it returns, and the options that need it.
 CLI::Option* add_answer_options(CLI::App& app, AnswerOptions& options);
 void run_answers(const AnswerOptions& options, const ModelOptions& model, bool json, const Args& args);

@@ -30,6 +30,7 @@ int main(int argc, char** argv) {
     ignore_file_size_limit();
     const std::vector<Command> commands = {
         {"train", "train a model", run_train},
+        {"rl", "make rewarded completions more likely", run_rl},
         {"eval", "score a split of a data set", in_one_process(run_eval)},
         {"sample", "complete prompts", in_one_process(run_sample)},
         {"chat", "hold a conversation", in_one_process(run_chat)},

@@ -223,16 +223,16 @@ void Loader::fill(Batch& batch, int64_t micro_batch) const {
             if (own) add_cut(batch, files, sequence * T, options);
         }
     }
-    add_room(batch);
+    add_room(batch, options.max_sequences, options.T);
 }
 
-void Loader::add_room(Batch& batch) const {
+void add_room(Batch& batch, int64_t max_sequences, int64_t T) {
     const int64_t sequences = int64_t(batch.cum_seqlens.size()) - 1;
-    const bool fits = sequences <= options.max_sequences;
+    const bool fits = sequences <= max_sequences;
     batch.num_sequences = fits ? sequences : 0;
     if (!fits) return;
-    batch.cum_seqlens.resize(size_t(options.max_sequences) + 1, batch.cum_seqlens.back());
-    batch.max_seqlen = options.T;
+    batch.cum_seqlens.resize(size_t(max_sequences) + 1, batch.cum_seqlens.back());
+    batch.max_seqlen = T;
 }
 
 void Loader::run() {

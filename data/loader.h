@@ -52,6 +52,14 @@ struct Batch {
     };
     std::vector<Pair> pairs;
     int64_t pairs_of_all_ranks = 0;  // of the micro-batch, as loss_tokens
+    // Reinforcement learning (rl/): what the loss of a token with a target is computed from (kernels/policy_loss.h), by
+    // position. Empty: the loss is cross-entropy. Then the sum over the step's micro-batches of loss_tokens is what
+    // the step's loss is divided by, and not a number of tokens.
+    struct PolicyTerms {
+        float advantage, weight, sampler_logp, reference_logp, old_logp;
+    };
+    std::vector<PolicyTerms> policy;
+    bool old_policy = false;  // old_logp are known; else π_old is the model itself
     // What the step's loss is the mean over.
     int64_t loss_terms() const { return pairs_of_all_ranks ? pairs_of_all_ranks : loss_tokens; }
 };
@@ -80,6 +88,10 @@ struct TrainingSource {
 // Training sequences of T tokens in a source.
 int64_t num_training_sequences(const TrainingSource& source, int64_t T);
 
+// Gives the batch the shape that all batches of up to so many attention sequences have (Batch::num_sequences), if it
+// has no more. T: the most tokens of a sequence.
+void add_room(Batch& batch, int64_t max_sequences, int64_t T);
+
 // Prepares the next batches on a separate thread.
 class Loader {
   public:
@@ -105,7 +117,6 @@ class Loader {
 
   private:
     void fill(Batch& batch, int64_t micro_batch) const;
-    void add_room(Batch& batch) const;  // for max_sequences
     void run();
 
     const std::vector<TrainingSource> sources;

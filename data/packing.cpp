@@ -39,7 +39,36 @@ void for_each_example(const TokenFiles& files, const F& found) {
     finish(files.size());
 }
 
+std::vector<size_t> longest_first(const std::vector<int64_t>& lengths) {
+    std::vector<size_t> order(lengths.size());
+    std::iota(order.begin(), order.end(), size_t(0));
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return lengths[a] > lengths[b]; });
+    return order;
+}
+
 }  // namespace
+
+std::vector<int64_t> best_fit_decreasing(const std::vector<int64_t>& lengths, int64_t capacity) {
+    std::vector<int64_t> bin_of(lengths.size());
+    int64_t bins = 0;
+    std::map<int64_t, std::vector<int64_t>> by_room;  // bins by what they have left
+    for (const size_t i : longest_first(lengths)) {
+        const int64_t n = lengths[i];
+        const auto found = by_room.lower_bound(n);
+        int64_t bin = bins, room = capacity;
+        if (found != by_room.end()) {
+            room = found->first;
+            bin = found->second.back();
+            found->second.pop_back();
+            if (found->second.empty()) by_room.erase(found);
+        } else {
+            bins++;
+        }
+        bin_of[i] = bin;
+        if (room > n) by_room[room - n].push_back(bin);
+    }
+    return bin_of;
+}
 
 ExamplePacking::ExamplePacking(const TokenFiles& files, int64_t T_, bool skip_too_long)
     : T(T_), pairs(files.has_pairs()) {
@@ -100,39 +129,18 @@ bool ExamplePacking::fits(int64_t needed) {
 
 void ExamplePacking::pack() {
     const size_t each = examples_of_unit();
-    const auto needed = [&](size_t unit) {
-        int64_t sum = 0;
-        for (size_t i = unit * each; i < (unit + 1) * each; i++) sum += examples[i].tokens - 1;
-        return sum;
-    };
-    std::vector<size_t> units(examples.size() / each);
-    std::iota(units.begin(), units.end(), size_t(0));
-    std::stable_sort(units.begin(), units.end(), [&](size_t a, size_t b) { return needed(a) > needed(b); });
-    std::vector<int64_t> sequence_of(units.size()), counts;
-    std::map<int64_t, std::vector<int64_t>> by_room;  // sequences by the number of free positions
-    for (const size_t unit : units) {
-        const int64_t n = needed(unit);
-        positions += n;
-        const auto found = by_room.lower_bound(n);
-        int64_t sequence = int64_t(counts.size()), room = T;
-        if (found != by_room.end()) {
-            room = found->first;
-            sequence = found->second.back();
-            found->second.pop_back();
-            if (found->second.empty()) by_room.erase(found);
-        } else {
-            counts.push_back(0);
-        }
-        sequence_of[unit] = sequence;
-        counts[size_t(sequence)] += int64_t(each);
-        if (room > n) by_room[room - n].push_back(sequence);
-    }
+    std::vector<int64_t> needed(examples.size() / each, 0);
+    for (size_t i = 0; i < examples.size(); i++) needed[i / each] += examples[i].tokens - 1;
+    positions = std::accumulate(needed.begin(), needed.end(), int64_t(0));
+    const std::vector<int64_t> sequence_of = best_fit_decreasing(needed, T);
+    std::vector<int64_t> counts(size_t(*std::max_element(sequence_of.begin(), sequence_of.end())) + 1, 0);
+    for (const int64_t sequence : sequence_of) counts[size_t(sequence)] += int64_t(each);
     most = *std::max_element(counts.begin(), counts.end());
     starts.resize(counts.size() + 1);
     std::partial_sum(counts.begin(), counts.end(), starts.begin() + 1);
     std::vector<PackedExample> by_sequence(examples.size());
     std::vector<int64_t> next(starts.begin(), starts.end() - 1);
-    for (const size_t unit : units)
+    for (const size_t unit : longest_first(needed))
         for (size_t i = unit * each; i < (unit + 1) * each; i++)
             by_sequence[size_t(next[size_t(sequence_of[unit])]++)] = examples[i];
     examples = std::move(by_sequence);

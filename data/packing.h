@@ -12,6 +12,10 @@
 
 #include "data/token_files.h"
 
+// The bin of each of these lengths; bins are numbered from 0 as they are opened. Of equal lengths the first goes first.
+// Each bin but the last holds more than capacity less the longest length.
+std::vector<int64_t> best_fit_decreasing(const std::vector<int64_t>& lengths, int64_t capacity);
+
 struct PackedExample {
     int64_t begin;        // of its tokens in the files
     int32_t tokens;       // at least 2

@@ -45,7 +45,7 @@ enum Phase {
     PHASES,
     NEXT_NORM1 = PHASES
 };
-enum class StepPhase { Start, LastBlock, Head, Update };
+enum class StepPhase { Before, Start, LastBlock, Head, Update };
 
 // The phases of a step in the order of time: each block's forward phases, the head, then for each block a phase of
 // recomputation and its backward phases, then the embedding's gradient and the update.
@@ -61,6 +61,8 @@ struct Timeline {
     int64_t backward(int64_t l, Phase p) const { return recompute(l) + PHASES - p; }
     int64_t operator()(StepPhase p) const {
         switch (p) {
+            case StepPhase::Before:
+                return -1;
             case StepPhase::Start:
                 return 0;
             case StepPhase::LastBlock:
@@ -96,10 +98,12 @@ enum Dims {
     CHUNK_LOGITS,   // [chunk, Vp]
     PAIRS_3,        // [most_pairs(N), 3]
     PAIRS_2,
-    PAIR_STATS,  // [most_pairs(N), NUM_PAIR_STATS]
-    STEP_SUMS,   // [ranks, NUM_STEP_SUMS]
-    DQ_SUMS,     // [AttentionSumRows::dq, NH·HS]
-    DKV_SUMS,    // [AttentionSumRows::dkv, 2·NKV·HS]
+    PAIR_STATS,    // [most_pairs(N), NUM_PAIR_STATS]
+    POLICY_TERMS,  // [5, N]
+    ROLLOUT_BYTES,
+    STEP_SUMS,  // [ranks, NUM_STEP_SUMS]
+    DQ_SUMS,    // [AttentionSumRows::dq, NH·HS]
+    DKV_SUMS,   // [AttentionSumRows::dkv, 2·NKV·HS]
     ONE,
     TWO,
     SAMPLING_ROW,
@@ -148,7 +152,8 @@ enum When : unsigned {
     ACT_IN_FC = 8388608,      // the matmul that computes fc writes act too, while it reads norm2
     ACT_AFTER_FC = 16777216,  // a kernel of its own does
     PAIRS = 33554432,         // the loss is one of preference pairs
-    FP8_MATMULS = 67108864    // any layer's matmuls are in fp8
+    POLICY = 67108864,        // it is that of a policy gradient
+    FP8_MATMULS = 134217728   // any layer's matmuls are in fp8
 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
@@ -246,19 +251,20 @@ struct PassRow {
     unsigned when;
 };
 
-constexpr StepPhase START = StepPhase::Start, LAST_BLOCK = StepPhase::LastBlock, HEAD = StepPhase::Head,
-                    UPDATE = StepPhase::Update;
+constexpr StepPhase BEFORE = StepPhase::Before, START = StepPhase::Start, LAST_BLOCK = StepPhase::LastBlock,
+                    HEAD = StepPhase::Head, UPDATE = StepPhase::Update;
 
 constexpr PassRow<InputActs> INPUT_ACTIVATIONS[] = {
     {&InputActs::tokens, "tokens", N_1, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::targets, "targets", N_1, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::positions, "positions", N_1, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::loss_rows, "loss_rows", N_1, DType::I32, START, UPDATE, TRAIN},
+    {&InputActs::policy_terms, "policy_terms", POLICY_TERMS, FP32, START, UPDATE, POLICY},
     {&InputActs::pair_rows, "pair_rows", PAIRS_3, DType::I32, START, UPDATE, PAIRS},
     {&InputActs::pair_reference, "pair_reference", PAIRS_2, FP32, START, UPDATE, PAIRS},
     {&InputActs::cum_seqlens, "cum_seqlens", SEQUENCE_ENDS, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::num_sequences, "num_sequences", ONE, DType::I32, START, UPDATE, ALWAYS},
-    {&InputActs::rope_table, "rope_table", ANGLES, FP32, START, UPDATE, ROPE},
+    {&InputActs::rope_table, "rope_table", ANGLES, FP32, BEFORE, UPDATE, ROPE},
 };
 
 constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
@@ -272,7 +278,9 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::losses, "losses", N_1, FP32, HEAD, HEAD, ALWAYS},
     {&HeadActs::pair_stats, "pair_stats", PAIR_STATS, FP32, HEAD, HEAD, PAIRS},
     {&HeadActs::dlosses, "dlosses", N_1, FP32, HEAD, HEAD, PAIRS},
-    {&HeadActs::sums, "sums", STEP_SUMS, DType::F64, START, UPDATE, ALWAYS},
+    {&HeadActs::dlosses, "dlosses", N_1, FP32, HEAD, HEAD, POLICY},
+    {&HeadActs::rollout, "rollout", ROLLOUT_BYTES, DType::U8, BEFORE, BEFORE, TRAIN},
+    {&HeadActs::sums, "sums", STEP_SUMS, DType::F64, BEFORE, UPDATE, ALWAYS},
     {&HeadActs::forward_scratch, "forward_scratch", FORWARD_SCRATCH_BYTES, DType::U8, START, UPDATE, ALWAYS},
     {&HeadActs::sample_id, "sample_id", ONE, DType::I32, HEAD, HEAD, TRAIN},
     {&HeadActs::sample_key, "sample_key", TWO, DType::I64, HEAD, HEAD, TRAIN},
@@ -281,7 +289,7 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::rstdf, "rstdf", N_1, FP32, HEAD, HEAD, TRAIN},
     {&HeadActs::dnormf, "dnormf", N_C, MODEL, HEAD, HEAD, TRAIN},
     {&HeadActs::dx, "dx", N_C, MODEL, HEAD, UPDATE, TRAIN},
-    {&HeadActs::scalars, "scalars", SCALAR_BYTES, DType::U8, START, UPDATE, TRAIN},
+    {&HeadActs::scalars, "scalars", SCALAR_BYTES, DType::U8, BEFORE, UPDATE, TRAIN},
     {&HeadActs::micro_step, "micro_step", ONE, DType::I64, START, UPDATE, TRAIN},
     {&HeadActs::dq_sums, "dq_sums", DQ_SUMS, FP32, HEAD, UPDATE, TRAIN},
     {&HeadActs::dkv_sums, "dkv_sums", DKV_SUMS, FP32, HEAD, UPDATE, TRAIN},
@@ -435,6 +443,10 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
             return {most_pairs(N), 2};
         case PAIR_STATS:
             return {most_pairs(N), NUM_PAIR_STATS};
+        case POLICY_TERMS:
+            return {NUM_POLICY_TERMS, N};
+        case ROLLOUT_BYTES:
+            return {shape.rollout_bytes};
         case STEP_SUMS:
             return {shape.world, NUM_STEP_SUMS};
         case DQ_SUMS:
@@ -487,7 +499,7 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
            (c.norm_after ? NORM_AFTER : NORM_BEFORE) | (shape.fp8.on ? FP8_MATMULS : 0u) |
            (shape.fp8.on && !shape.fp8.frozen ? FP8 : 0u) |
            (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u) | (widest_adapter(shape) ? LORA : 0u) |
-           (shape.nf4_weight ? NF4 : 0u) | (shape.preference ? PAIRS : 0u) |
+           (shape.nf4_weight ? NF4 : 0u) | (shape.preference ? PAIRS : 0u) | (shape.rollout ? POLICY : 0u) |
            (shape.adds_in_matmul ? ADD_IN_MATMUL : ADD_IN_NORM) |
            (shape.activation_epilogue == ActivationEpilogue::Both ? ACT_IN_FC : ACT_AFTER_FC);
 }
@@ -616,7 +628,9 @@ void Activations::allocate(const Context& ctx) {
 int64_t Activations::staging_bytes() const {
     const int64_t N = shape.B * shape.T;
     const int64_t of_pairs = shape.preference ? most_pairs(N) * (int64_t(sizeof(PairRows)) + 2 * 4) : 0;
-    return (5 * N + 2) * 4 + 8 + of_pairs + (angles_by_token(config, shape) ? N * config.rotary_channels() * 4 : 0);
+    const int64_t of_policy = shape.rollout ? NUM_POLICY_TERMS * N * 4 : 0;
+    return (5 * N + 2) * 4 + 8 + of_pairs + of_policy +
+           (angles_by_token(config, shape) ? N * config.rotary_channels() * 4 : 0);
 }
 
 const std::vector<int32_t>& Activations::angle_rows(const Batch& batch, Stream stream) const {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "driver/inference.h"
 #include "runtime/device/convert_dtype.h"
 #include "runtime/model/roles.h"
 
@@ -34,9 +35,13 @@ AdapterBank::AdapterBank(const ParamTable& base, int64_t count, int64_t rank, DT
     plan.assign_offsets();
 }
 
-void AdapterBank::allocate(Stream stream) {
-    memory = Arena(plan.bytes(), "adapters");
+void AdapterBank::clear(Stream stream) const {
     device_fill(memory.at(0, DType::U8, {plan.bytes()}).data, 0, size_t(plan.bytes()), stream);
+}
+
+void AdapterBank::allocate(Stream stream, const Tensor& shared) {
+    memory = shared ? Arena(shared) : Arena(plan.bytes(), "adapters");
+    clear(stream);
     const auto* entry = plan.entries().data();
     for (const Param& p : table.params) {
         if (!is_linear_layer(p)) continue;
@@ -50,7 +55,7 @@ void AdapterBank::allocate(Stream stream) {
     }
 }
 
-void AdapterBank::store(int64_t i, const LoraAdapter& adapter, Stream stream) const {
+void AdapterBank::store(int64_t i, const Param& p, const Update& u, Stream stream) const {
     // Copies rows of `width` values to rows of `columns`.
     const auto put = [&](const Tensor& to, const std::vector<float>& values, int64_t width) {
         const int64_t columns = to.shape[1], count = int64_t(values.size()) / width;
@@ -66,18 +71,43 @@ void AdapterBank::store(int64_t i, const LoraAdapter& adapter, Stream stream) co
         return make_tensor(static_cast<char*>(t.data) + i * t.stride[0] * dtype_size(dtype), dtype, t.device,
                            {t.shape[1], t.shape[2]});
     };
+    BlockAdapters of_layer = layers[size_t(p.layer)];
+    const AdapterWeights& w = of_role(of_layer, p.role);
+    size_t part = 0;
+    while (p.sources[part].row != u.row) part++;
+    put(matrix(w.a).rows(int64_t(part) * R, int64_t(part + 1) * R), u.a, p.cols);
+    put(matrix(w.b).rows(u.row, u.row + u.rows), u.b, u.rank);
+}
+
+void AdapterBank::store(int64_t i, const LoraAdapter& adapter, Stream stream) const {
     const char* const remedy =
         "; at run time only the linear layers of blocks have adapters; merge it: give it as --model";
     for (const Param& p : table.params) {
         require(!adapter.replaces(p), "the adapter replaces ", p.name, remedy);
         for (const LoraAdapter::Update& u : adapter.updates_of(p)) {
             require(is_linear_layer(p), "the adapter changes ", p.name, remedy);
-            BlockAdapters of_layer = layers[size_t(p.layer)];
-            const AdapterWeights& w = of_role(of_layer, p.role);
-            size_t part = 0;
-            while (p.sources[part].row != u.row) part++;
-            put(matrix(w.a).rows(int64_t(part) * R, int64_t(part + 1) * R), u.a, p.cols);
-            put(matrix(w.b).rows(u.row, u.row + u.rows), u.b, u.rank);
+            store(i, p, {u.row, u.rows, u.rank, u.a, u.b}, stream);
+        }
+    }
+}
+
+void AdapterBank::store(int64_t i, const Context& ctx, const Model& model) const {
+    const LoraTable& lora = *model.lora;
+    const int64_t rank = lora.options.rank;
+    const auto scale = static_cast<float>(lora.options.scale());
+    for (const auto& [of, parts] : lora.parts) {
+        const auto& [role, layer] = of;
+        const Param& p = *model.table.find(role, static_cast<int>(layer));
+        const Tensor all_a = model.adapters->weight(lora_a(Role(role)), layer),
+                     all_b = model.adapters->weight(lora_b(Role(role)), layer);
+        int64_t b_row = 0;
+        for (size_t k = 0; k < parts.size(); k++) {
+            const int64_t a_row = int64_t(k) * rank, rows = parts[k].rows;
+            const std::vector<float> a = fetch_floats(ctx, all_a.rows(a_row, a_row + rank));
+            std::vector<float> b = fetch_floats(ctx, all_b.rows(b_row, b_row + rows));
+            for (float& value : b) value *= scale;
+            store(i, p, {parts[k].row, rows, rank, a, b}, ctx.stream);
+            b_row += rows;
         }
     }
 }

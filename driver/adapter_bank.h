@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/generation/lora_rows.h"
+#include "model.h"
 #include "models/lora_adapter.h"
 #include "runtime/device/arena.h"
 
@@ -18,14 +19,26 @@ class AdapterBank {
     AdapterBank(const ParamTable& table, int64_t adapters, int64_t rank, DType dtype);
     int64_t rank() const { return R; }
     int64_t bytes() const { return plan.bytes(); }
-    void allocate(Stream stream);
+    // shared: U8 [bytes()], memory that the bank uses and does not own; null: it gets its own.
+    void allocate(Stream stream, const Tensor& shared = {});
+    // All adapters are zeros.
+    void clear(Stream stream) const;
 
     // The i-th adapter. Throws Error where it changes another matrix than those of the blocks' linear layers.
     void store(int64_t i, const LoraAdapter& adapter, Stream stream) const;
+    // Those that the model trains, as the i-th.
+    void store(int64_t i, const Context& ctx, const Model& model) const;
     // By layer.
     const std::vector<BlockAdapters>& blocks() const { return layers; }
 
   private:
+    // B: with the adapter's scale.
+    struct Update {
+        int64_t row, rows, rank;  // of the parameter that it changes
+        const std::vector<float>&a, &b;
+    };
+    void store(int64_t i, const Param& p, const Update& u, Stream stream) const;
+
     const ParamTable& table;
     const int64_t adapters, R;
     const DType dtype;

@@ -127,6 +127,25 @@ InferenceWeights inference_weights(const Model& model) {
     for (int64_t l = 0; l < model.config.layers; l++) w.blocks.push_back(block_weights(model, l));
     return w;
 }
+
+EngineOptions rollout_engine(const RunOptions& o, int64_t world) {
+    EngineOptions out;
+    out.slots = std::min(o.rollout.prompts * o.rollout.completions / world, o.rollout.batch_size);
+    out.context = o.seq_len;
+    out.dtype = o.model.type();
+    out.nf4 = o.lora.nf4;
+    out.logprobs = true;
+    if (o.lora.on()) out.adapters = 1;
+    if (o.lora.on()) out.adapter_rank = round_up_rank(o.lora.rank);
+    return out;
+}
+
+int64_t rollout_bytes(const RunOptions& o, const Model& model) {
+    const EngineOptions options = rollout_engine(o, model.sharding.world);
+    const int64_t engine = ArenaPlan::aligned(Engine(model.config, options, {}).bytes());
+    return o.lora.on() ? engine + AdapterBank(model.table, 1, options.adapter_rank, options.dtype).bytes() : engine;
+}
+
 MemoryPlan memory_plan(const Model& model, const Engine& engine, const AdapterBank* bank) {
     MemoryPlan plan = memory_plan(model);
     if (bank) plan.add("adapters", bank->bytes());

@@ -50,6 +50,11 @@ Model inference_model(const ModelConfig& config, DType dtype, std::optional<Pack
 
 // The weights as infer/ takes them.
 InferenceWeights inference_weights(const Model& model);
+
+// The engine of a run's rollouts (rl/rollouts.h), and the bytes that it and its copy of the adapters take: memory that
+// the run's activations use between rollouts.
+EngineOptions rollout_engine(const RunOptions& options, int64_t world);
+int64_t rollout_bytes(const RunOptions& options, const Model& model);
 MemoryPlan memory_plan(const Model& model, const Engine& engine, const AdapterBank* bank = nullptr);
 
 // A tensor of any of the float dtypes, on the host.

@@ -5,6 +5,8 @@
 #include <optional>
 #include <string>
 
+#include "data/scorer.h"
+#include "kernels/policy_loss.h"
 #include "kernels/preference_loss.h"
 #include "models/lora.h"
 #include "models/model_source.h"
@@ -102,6 +104,31 @@ struct PreferenceFlags {
     std::string description() const;  // "dpo, beta 0.1, label smoothing 0, margin 0"; "none"
 };
 
+// How the rewards of a prompt's completions become advantages, and what the loss is a mean over (rl/advantages.h).
+enum class Advantage : uint8_t { Group, Batch, MeanOnly };
+constexpr Names<3> ADVANTAGE_NAMES = {"group", "batch", "mean-only"};
+enum class LossNorm : uint8_t { Sequence, Batch, Constant };
+constexpr Names<3> LOSS_NORM_NAMES = {"sequence", "batch", "constant"};
+
+// Reinforcement learning (rl/): the rollout that comes before a run's updates, and the loss of these.
+struct RolloutFlags {
+    int64_t prompts = 0;                        // of a rollout, on all ranks together; 0: the run does not sample
+    int64_t completions = 8;                    // of each prompt
+    int64_t max_tokens = 256, batch_size = 64;  // of a completion; completions that a rank samples at the same time
+    int64_t updates = 1;                        // of the weights, after each rollout
+    double temperature = 1;
+    Advantage advantage = Advantage::Group;
+    LossNorm loss_norm = LossNorm::Sequence;
+    bool keep_truncated = false;  // completions that max_tokens cut are learnt from
+    PolicyOptions policy;
+    int64_t max_idle_steps = 50, completions_every = 10;
+    bool chat_template = true, ignore_eos = false;
+
+    bool on() const { return prompts > 0; }
+    // What a resumed run may not change; "none".
+    std::string description() const;
+};
+
 // The options that determine the memory of a training run, besides the number of ranks: `train` and `plan` have them.
 struct RunOptions {
     ModelOptions model;
@@ -116,12 +143,14 @@ struct RunOptions {
     Fp8Options fp8;
     LoraOptions lora;
     PreferenceFlags preference;
+    RolloutFlags rollout;
     ShardingOptions sharding;
     int64_t gpu_memory = 0;  // bytes of the GPU that the run may take; 0: all
     bool fit = false;        // add options with which the run fits into memory
 };
 
 struct TrainOptions : RunOptions {
+    const char* command = "train";    // that starts the run, for messages
     bool batch_given = false;         // --batch-size
     bool random_weights = false;      // LoRA: the base is a preset with initial weights
     std::string data, new_data, out;  // data: of --new-data where that is given
@@ -147,6 +176,7 @@ struct TrainOptions : RunOptions {
     uint64_t seed = 42;
     bool document_mask = false, overfit_one_batch = false, resume = false;
     bool gemm_tune = true, measure_peak = false;
+    Scorer::Options scorer;  // of rollouts
     LaunchOptions launch;
     int64_t profile = 0;  // the step to profile; 0: none
     std::string toml;     // every option, as `--config` reads it

@@ -1,5 +1,6 @@
 // From options to a model, the shape of its micro-steps and its memory plan. Nothing is allocated here: `plan` and
 // `train` share these functions.
+#include "driver/inference.h"
 #include "model.h"
 
 // 6 FLOP per weight of a matmul (2 forward, 4 backward; a frozen weight has no gradient: 2 backward), plus attention's
@@ -106,6 +107,10 @@ RunShape run_shape(const RunOptions& o, const Model& model, const Target& target
     shape.deterministic = !o.nondeterministic;
     shape.fp8 = o.fp8;
     shape.preference = o.preference.options();
+    if (o.rollout.on()) {
+        shape.rollout = o.rollout;
+        shape.rollout_bytes = rollout_bytes(o, model);
+    }
     shape.offload_inputs = model.offload.moves_inputs(target);
     set_adapters(shape, model);
     return shape;

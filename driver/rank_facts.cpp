@@ -121,6 +121,7 @@ RankFacts facts_of(const TrainSetup& setup) {
         add_tokens(facts, data.train_files);
         if (data.val_files) add_tokens(facts, *data.val_files);
     }
+    if (setup.rollout) add_file(facts, setup.o.data, INT64_MAX);
     for (const std::string& path : {setup.o.eval_multiple_choice, setup.o.sample_prompts})
         if (!path.empty()) add_file(facts, path, INT64_MAX);
     for (const std::string& directory : {setup.source.directory, setup.source.adapter, setup.resume.checkpoint})

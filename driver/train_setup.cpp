@@ -10,6 +10,7 @@
 #include "data/chat_template.h"
 #include "data/mixture.h"
 #include "driver/fp8_state.h"
+#include "infer/prompts.h"
 #include "model.h"
 #include "models/family.h"
 #include "runtime/files/files.h"
@@ -28,7 +29,7 @@ struct Defaults {
     double epochs, warmup, weight_decay;  // warmup: a fraction of the steps
 };
 constexpr Defaults FROM_SCRATCH = {6e-4, 2e-4, 1000, 0, 0.05, 0.1}, FROM_CHECKPOINT = {2e-5, 2e-4, 0, 3, 0.03, 0},
-                   ON_PAIRS = {1e-6, 1e-5, 0, 1, 0.1, 0};
+                   ON_PAIRS = {1e-6, 1e-5, 0, 1, 0.1, 0}, ON_ROLLOUTS = {1e-6, 1e-5, 200, 0, 0, 0};
 // The rates from a checkpoint were measured over 57 steps (docs/log/finetuning.md); in far fewer they teach nothing.
 constexpr int64_t ENOUGH_STEPS = 50, FEW_STEPS = 20;
 
@@ -51,6 +52,7 @@ void set_toml(std::string& toml, const std::string& key, const std::string& valu
 }
 
 const Defaults& defaults_of(const TrainSetup& s) {
+    if (s.o.rollout.on()) return ON_ROLLOUTS;
     return s.source.directory.empty() ? FROM_SCRATCH : s.o.preference.on() ? ON_PAIRS : FROM_CHECKPOINT;
 }
 
@@ -109,8 +111,20 @@ bool TrainSetup::evaluates() const {
            std::any_of(data.begin(), data.end(), [](const TrainingData& d) { return d.val_files != nullptr; });
 }
 
+const DataDirectory& TrainSetup::tokenizer_data() const {
+    static const DataDirectory none;
+    return data.empty() ? none : data.front().directory;
+}
+
+std::unique_ptr<Tokenizer> TrainSetup::tokenizer() const {
+    if (rollout) return std::make_unique<Tokenizer>(source.files);
+    const std::string path = tokenizer_data().tokenizer_path();
+    return path.empty() ? nullptr : std::make_unique<Tokenizer>(path);
+}
+
 bool TrainSetup::packs() const {
-    return std::any_of(data.begin(), data.end(), [](const TrainingData& d) { return d.train_packing != nullptr; });
+    return rollout ||
+           std::any_of(data.begin(), data.end(), [](const TrainingData& d) { return d.train_packing != nullptr; });
 }
 
 LoraBase TrainSetup::lora_base() const {
@@ -223,14 +237,18 @@ void check_unchanged(TrainSetup& s) {
     same("--loss or one of its options", r.preference, s.o.preference.description());
     same("--optimizer", r.optimizer, std::string(facts_of(s.o.optimizer).name));
     same("--seed", r.seed, int64_t(s.o.seed));
-    same("--seq-len", r.seq_len, s.o.seq_len);
-    same("--total-batch-tokens", r.total_batch_tokens, s.o.total_batch_tokens);
+    same("what the run samples: --prompts, --completions, --max-tokens or another option of rollouts", r.rollout,
+         s.o.rollout.description());
+    if (!s.rollout) {
+        same("--seq-len", r.seq_len, s.o.seq_len);
+        same("--total-batch-tokens", r.total_batch_tokens, s.o.total_batch_tokens);
+    }
     const std::string& last = r.data.back().fingerprint;
     if (s.o.new_data.empty()) {
         require(last == s.data_use.fingerprint, "--resume: ", s.o.data, " is not the data that ", r.checkpoint,
                 " was trained with (fingerprint ", s.data_use.fingerprint, ", it was ", last,
                 "); restore it, or go on with other data by --new-data");
-        same("--pack", r.pack, s.o.pack);
+        if (!s.rollout) same("--pack", r.pack, s.o.pack);
     } else {
         require(last != s.data_use.fingerprint, "--new-data: ", s.o.data, " is the data that ", r.checkpoint,
                 " was trained with; leave the option out");
@@ -313,7 +331,7 @@ void set_default_rates(TrainSetup& s) {
     const size_t own = of_muon && !s.o.lora.on() ? NUM_RATE_GROUPS : 1;
     for (size_t g = 0; g < own; g++)
         if (!*options[g]) *options[g] = defaults[g];
-    for (const auto& [name, rate] : named_rates(s)) set_toml(s.o.toml, name, str(rate));
+    for (const auto& [name, rate] : named_rates(s)) set_toml(s.o.toml, name, json(rate).dump());  // every digit
 }
 
 // Of the first data directory, with so many samples a step.
@@ -388,7 +406,7 @@ void set_defaults(TrainSetup& s) {
     if (const auto preference = s.o.preference.options()) set_toml(s.o.toml, "beta", str(preference->beta));
     set_default_rates(s);
     s.notes = higher_rate_note(s);
-    if (&d == &FROM_SCRATCH) return;
+    if (&d == &FROM_SCRATCH || &d == &ON_ROLLOUTS) return;
     if (by_epochs && !s.resume.step) s.notes += few_steps_note(s);
     if (!(new_lr || new_length || new_batch || new_warmup || new_decay)) return;
     std::string chosen, from_scratch;
@@ -489,14 +507,69 @@ std::vector<int32_t> end_of_turn(const TrainSetup& s) {
     return ids;
 }
 
+// The micro-steps of a step, and of rollouts the most: completions that fit into a batch share one, so that none but
+// the last has less than batch_size of them.
+int64_t most_micro_steps(const TrainOptions& o, int64_t world) {
+    const int64_t micro_tokens = o.batch_size * o.seq_len * world;
+    return (o.total_batch_tokens + micro_tokens - 1) / micro_tokens;
+}
+
+// A checkpoint holds no rollout, so it is written where one ends.
+void end_with_rollouts(TrainSetup& s) {
+    const int64_t updates = s.o.rollout.updates;
+    for (const auto& [name, value] : {std::pair{"steps", &s.o.steps}, std::pair{"save-every", &s.o.save_every}}) {
+        if (*value % updates == 0) continue;
+        *value += updates - *value % updates;
+        set_toml(s.o.toml, name, std::to_string(*value));
+        s.notes += str("--", name, " ", *value, ": a multiple of --updates-per-rollout ", updates,
+                       ", because checkpoints are written where a rollout ends\n");
+    }
+}
+
+// Reads what rollouts sample from, and chooses the sizes of batches, which hold any prompt with its completion.
+std::unique_ptr<RolloutData> read_rollout_data(TrainOptions& o, const ModelSource& source, int64_t world) {
+    if (!o.rollout.on()) return nullptr;
+    const RolloutFlags& r = o.rollout;
+    const ModelConfig& c = source.config;
+    require(!source.directory.empty(), "--model ", source.name,
+            " is a preset without weights; name a model that writes completions already");
+    require(Tokenizer::exists(source.files), "--model ", source.name,
+            " has no tokenizer.json, which prompts and completions need; add the file");
+    require(r.prompts % world == 0, "--prompts ", r.prompts, " is not a multiple of the ", world,
+            " ranks, each of which samples for as many prompts; the nearest multiples: ",
+            nearest_multiples(r.prompts, world));
+    require(r.temperature == 1 || (!c.head_bias && !c.logit_softcap), "--temperature ", r.temperature, ": ",
+            source.name, " has a ", c.head_bias ? "bias in its head" : "softcap of its logits",
+            ", with which only temperature 1 is supported; leave the option out");
+    auto out = std::make_unique<RolloutData>();
+    out->problems = read_problems(o.data, !o.scorer.command.command.empty());
+    const Tokenizer tokenizer(source.files);
+    out->prompts = answer_prompts(out->problems, o.data, r.chat_template, source, tokenizer);
+    out->completion.max_tokens = r.max_tokens;
+    if (!r.ignore_eos) {
+        out->completion.eos = end_tokens(source, &tokenizer);
+        out->prompts.add_end_tokens(out->completion.eos, tokenizer);
+    }
+    o.seq_len = out->prompts.longest + r.max_tokens;
+    require(c.positions != Positions::Learned || o.seq_len <= c.max_positions, "the longest prompt has ",
+            out->prompts.longest, " tokens; with --max-tokens ", r.max_tokens,
+            " that is beyond the model's position table of ", c.max_positions, " rows; lower --max-tokens");
+    if (o.fp8.on) o.seq_len = (o.seq_len + 15) / 16 * 16;
+    o.total_batch_tokens = r.prompts * r.completions * o.seq_len;
+    o.pack = "none";
+    return out;
+}
+
 }  // namespace
 
 TrainSetup check_training(TrainOptions o, int64_t world) {
-    std::vector<TrainingData> all_data = open_training_data(o.data);
-    const DataDirectory& data = all_data[0].directory;
+    std::vector<TrainingData> all_data;
+    if (!o.rollout.on()) all_data = open_training_data(o.data);
+    const DataDirectory data = all_data.empty() ? DataDirectory{} : all_data[0].directory;
     ModelSource source = o.model.resolve(data.vocab_size);
     refuse_packed(source, "training");
-    check_same_tokenizer(data, source);
+    if (!o.rollout.on()) check_same_tokenizer(data, source);
+    std::unique_ptr<RolloutData> rollout = read_rollout_data(o, source, world);
     // A fresh model's special ids are those of the tokenizer that it will be saved with.
     if (source.directory.empty() && data.end_of_text >= 0) source.config.bos = source.config.eos = data.end_of_text;
     require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", data.path,
@@ -512,7 +585,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(!o.head_lr || !source.config.tied, "--head-lr: the head of ", source.name,
             " is tied to the embedding; use --embedding-lr");
 
-    pack_examples(o, all_data);
+    if (!rollout) pack_examples(o, all_data);
     require(!o.sample_every || !data.tokenizer_path().empty(), "--sample-every: ", data.path,
             " has no tokenizer.json, which printing text needs; leave the option out");
 
@@ -522,8 +595,9 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(o.resume || checkpoints.empty(), "--out ", o.out,
             " already holds checkpoints; add --resume to continue, or name another directory");
 
-    const DataUse use{0, o.data, fingerprint(all_data, mixture_of(all_data))};
+    const DataUse use{0, o.data, rollout ? hash_of(read_file(o.data)) : fingerprint(all_data, mixture_of(all_data))};
     TrainSetup s{std::move(o), std::move(all_data), std::move(source), {}, use, {}};
+    s.rollout = std::move(rollout);
     if (!s.o.eval_multiple_choice.empty()) {
         require(!s.tokenizer_data().tokenizer_path().empty(), "--eval-multiple-choice: ", s.tokenizer_data().path,
                 " has no tokenizer.json, which questions need; leave the option out");
@@ -542,28 +616,31 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
         require(!numbers || numbers == expected, join_path(s.resume.checkpoint, "trainer.json"),
                 ": key 'fp8.history' has ", numbers, " numbers, expected ", expected, "; the file is damaged");
     }
-    choose_batch_size(s, world);
+    if (!s.rollout) choose_batch_size(s, world);
     const int64_t micro_tokens = s.o.batch_size * s.o.seq_len * world;
     if (!s.o.total_batch_tokens) s.o.total_batch_tokens = micro_tokens;
-    require(s.o.total_batch_tokens % micro_tokens == 0, "--total-batch-tokens ", s.o.total_batch_tokens,
+    require(s.rollout || s.o.total_batch_tokens % micro_tokens == 0, "--total-batch-tokens ", s.o.total_batch_tokens,
             " is not a multiple of batch-size x seq-len x ranks = ", micro_tokens,
             "; the nearest multiples: ", nearest_multiples(s.o.total_batch_tokens, micro_tokens));
-    s.micro_steps = s.o.total_batch_tokens / micro_tokens;
-    s.epochs_per_step = epochs_per_step(s, s.o.total_batch_tokens / s.o.seq_len);
+    s.micro_steps = most_micro_steps(s.o, world);
+    s.epochs_per_step =
+        s.rollout ? double(s.o.rollout.prompts) / double(s.o.rollout.updates * int64_t(s.rollout->problems.size()))
+                  : epochs_per_step(s, s.o.total_batch_tokens / s.o.seq_len);
     set_defaults(s);
+    if (s.rollout) end_with_rollouts(s);
     check_incomplete_checkpoints(s);
     require(!s.o.profile || (s.o.profile > s.resume.step && s.o.profile <= s.o.steps), "--profile ", s.o.profile,
             ": this run executes steps ", s.resume.step + 1, " to ", s.o.steps, "; name one of them");
-    set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
     set_toml(s.o.toml, "data", str('"', s.o.data, '"'));
-    set_toml(s.o.toml, "pack", "\"" + s.o.pack + "\"");
+    if (!s.rollout) set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
+    if (!s.rollout) set_toml(s.o.toml, "pack", "\"" + s.o.pack + "\"");
     set_toml(s.o.toml, "dtype", str('"', s.o.model.dtype, '"'));
     return s;
 }
 
 void TrainSetup::set_memory_options(const RunOptions& options, int64_t world) {
     static_cast<RunOptions&>(o) = options;
-    micro_steps = o.total_batch_tokens / (o.batch_size * o.seq_len * world);
+    micro_steps = most_micro_steps(o, world);
     set_toml(o.toml, "batch-size", std::to_string(o.batch_size));
     set_toml(o.toml, "zero-stage", std::to_string(o.sharding.zero_stage));
     set_toml(o.toml, "recompute", str('"', o.recompute_text(), '"'));

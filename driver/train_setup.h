@@ -9,6 +9,7 @@
 #include "data/multiple_choice.h"
 #include "data/packing.h"
 #include "data/token_files.h"
+#include "driver/answer_prompts.h"
 #include "driver/options.h"
 #include "driver/resume_point.h"
 #include "driver/sample_prompts.h"
@@ -34,9 +35,10 @@ struct TrainSetup {
     DataUse data_use;                 // this data, and the step that its first sample is in
     std::vector<Question> questions;  // of --eval-multiple-choice
     int64_t micro_steps = 1;
-    double epochs_per_step = 0;             // of the first data directory, on average
-    SamplePrompts sample_prompts = {};      // with --sample-every
-    std::string notes = {};                 // lines on options that were chosen and on the length and rates that follow
+    double epochs_per_step = 0;         // of the first data directory, on average
+    SamplePrompts sample_prompts = {};  // with --sample-every
+    std::string notes = {};             // lines on options that were chosen and on the length and rates that follow
+    std::unique_ptr<RolloutData> rollout = {};  // reinforcement learning: instead of `data`, which is empty
     std::vector<int32_t> end_of_turn = {};  // the tokens with which the model learns to end its turn in a conversation
 
     bool evaluates() const;  // whether there is a validation split or a question
@@ -46,7 +48,8 @@ struct TrainSetup {
     double epochs(int64_t step) const { return double(step - data_use.first_step) * epochs_per_step; }
     // Takes options that find_fit() has found, also for run.toml.
     void set_memory_options(const RunOptions& options, int64_t world);
-    const DataDirectory& tokenizer_data() const { return data.front().directory; }
+    const DataDirectory& tokenizer_data() const;   // reinforcement learning: none, its tokenizer is the model's
+    std::unique_ptr<Tokenizer> tokenizer() const;  // null: there is none
     LoraBase lora_base() const;
 };
 

@@ -23,6 +23,7 @@
 #include "runtime/files/checkpoint_directory.h"
 #include "runtime/files/files.h"
 #include "runtime/model/initialise.h"
+#include "runtime/signals.h"
 
 using nlohmann::ordered_json;
 
@@ -152,10 +153,11 @@ Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<D
       checkpoints(ctx, model.trained().table,
                   {options.out, options.keep, float_type(options.save_dtype), options.on_save_error == "stop"}),
       asked_to_stop(static_cast<size_t>(ctx.world)),
-      watchdog(options.step_timeout, str("train_gpt: train: ", ctx.world > 1 ? str("rank ", ctx.rank, ": ") : ""),
-               str(" (--step-timeout); 'train --resume --out ", options.out, "' continues from the last checkpoint")) {
-    const std::string tokenizer_path = setup.tokenizer_data().tokenizer_path();
-    if (!tokenizer_path.empty()) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
+      watchdog(options.step_timeout,
+               str("train_gpt: ", options.command, ": ", ctx.world > 1 ? str("rank ", ctx.rank, ": ") : ""),
+               str(" (--step-timeout); '", options.command, " --resume --out ", options.out,
+                   "' continues from the last checkpoint")) {
+    tokenizer = setup.tokenizer();
     if (!setup.questions.empty()) choices = make_choices(setup.questions, *tokenizer, setup.source.config.vocab_size);
     for (const TrainingData& data : setup.data)
         val_bytes.push_back(data.val_files ? text_bytes(data.directory, *data.val_files, false) : 0);
@@ -178,6 +180,8 @@ Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<D
     find_peak_flops();
     model.allocate(ctx);
     acts.allocate(ctx);
+    if (options.rollout.on())
+        for (QueuedStep& q : queue) q.sums = HostMemory(host_alloc(size_t(acts.sums.bytes())), host_free);
     optimizer.allocate(ctx, model, optimizer_options(options), gradients);
     // In another thread, beside what follows. 8B on two ranks: 45 GiB of pinned memory each, which take 2.9 s.
     const bool copies = saves_meanwhile && no_snapshot.empty();
@@ -277,6 +281,7 @@ Batch Trainer::warm_up_batch() const {
         for (int32_t b = 0; b < options.batch_size; b++)
             batch.pairs.push_back({b * T, b * T + T / 2, (b + 1) * T, 0, 0});
     }
+    if (acts.shape.rollout) batch.policy.resize(N, {0, 1, 0, 0, 0});
     if (const int64_t room = max_sequences()) {
         batch.num_sequences = options.batch_size;
         batch.cum_seqlens.resize(size_t(room) + 1, batch.cum_seqlens.back());
@@ -331,23 +336,26 @@ void Trainer::adopt_checkpoint_choices() {
     }
 }
 
-int64_t Trainer::first_batch() const {
-    return options.overfit_one_batch ? 0 : step - setup.data_use.first_step;  // resumed, the same one batch
-}
-
-const Batch& Trainer::next_batch(Loader& loader, int64_t micro) {
-    if (!options.overfit_one_batch) return loader.next();
-    if (static_cast<int64_t>(one_batch.size()) < setup.micro_steps) one_batch.push_back(loader.next());
-    return one_batch[static_cast<size_t>(micro)];
-}
-
-std::string Trainer::describe_start(const Loader& loader) const {
+std::string Trainer::describe_start(const BatchSource& source) const {
     const std::string resumed =
         step ? str("resumed from ", setup.resume.checkpoint, options.new_data.empty() ? "" : " with new data", "; ")
              : "";
-    const bool several = setup.data.size() > 1;
-    return str(resumed, describe_training_data(setup, loader), several ? "\n" : ", ",
-               with_commas(options.total_batch_tokens), several ? " tokens" : "", " a step");
+    return resumed + source.describe();
+}
+
+bool Trainer::stopping() {
+    const char asked = stop_requested() || !log_error.empty();
+    ctx.comm->all_gather_host(asked_to_stop.data(), &asked, 1);
+    return std::find(asked_to_stop.begin(), asked_to_stop.end(), 1) != asked_to_stop.end();
+}
+
+StepScalars Trainer::settings() const {
+    StepScalars s{};
+    s.lr = static_cast<float>(learning_rate(options, step));
+    s.grad_clip = static_cast<float>(options.grad_clip);
+    s.momentum = static_cast<float>(momentum(options, step));
+    s.spike_factor = static_cast<float>(options.spike_factor);
+    return s;
 }
 
 // Several ranks do not ask whether a step is done: their answers could differ, but they must act alike.
@@ -373,13 +381,24 @@ void Trainer::end_log(RunLog& log) {
     if (!error.empty()) throw Error(error);
 }
 
+// What the step has of its rollout and its policy; returns what the progress line says of them.
+std::string Trainer::log_policy(ordered_json& line, const QueuedStep& q) const {
+    const double* const sums = static_cast<const double*>(q.sums.get());
+    for (const auto& [name, value] : policy_metrics({sums, sums + acts.sums.numel()})) line[name] = value;
+    for (const auto& [name, value] : q.entries) line[name] = value;
+    char text[96];
+    std::snprintf(text, sizeof text, "  reward %.3f  length %.0f", line.value("reward", 0.0),
+                  line.value("completion_length", 0.0));
+    return text;
+}
+
 // Waits for the oldest queued step and reports it.
 void Trainer::finish_step(RunLog& log, Progress& progress) {
     const QueuedStep& q = queue[finished++ % 2];
     watchdog.state("waiting for the device", q.step);
     ctx.wait(q.end);
     const StepScalars& r = *q.scalars();
-    const double ms = elapsed_ms(q.begin, q.end), tokens_per_s = double(options.total_batch_tokens) / ms * 1e3;
+    const double ms = elapsed_ms(q.begin, q.end), tokens_per_s = double(q.tokens) / ms * 1e3;
     const double flops = tokens_per_s / double(ctx.world) * flop_per_token(model, options.seq_len);
     const double epoch = setup.epochs(q.step);
     ordered_json line = {{"step", q.step},
@@ -395,10 +414,10 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     if (r.skip) {
         line["skipped"] = true;
         if (r.skip == SKIP_SPIKE) line["spike"] = true;
-        if (!q.loss_terms) line["no_loss_tokens"] = true;
+        if (!q.loss_terms) line[options.rollout.on() ? "idle" : "no_loss_tokens"] = true;
         line["skips"] = q.step - r.t;  // since step 1
     }
-    std::string of_pairs;
+    std::string of_pairs = options.rollout.on() ? log_policy(line, q) : "";
     if (const auto& preference = acts.shape.preference) {
         const PairSums sums = pair_sums_of(r);
         for (const auto& [name, value] : pair_metrics(sums, double(q.loss_terms), preference->method))
@@ -416,13 +435,14 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
         line["fp8_underflowed"] = fraction(FP8_UNDERFLOWED);
     }
     write_log(log, line);
+    const bool idle = options.rollout.on() && !q.loss_terms;
     char text[224];
     std::snprintf(text, sizeof text, "loss %.4f%s  lr %.2e  norm %.3f  %.0f tokens/s  epoch %.2f", r.loss,
                   of_pairs.c_str(), r.lr, r.grad_norm, tokens_per_s, epoch);
-    progress.step(q.step, q.loss_terms ? text : "no loss tokens");
+    progress.step(q.step, idle ? of_pairs.substr(2) + "  equal rewards" : q.loss_terms ? text : "no loss tokens");
 
     const bool spike = r.skip == SKIP_SPIKE;
-    if (r.skip)
+    if (r.skip && !idle)
         progress.note(str("step ", q.step,
                           !q.loss_terms ? ": none of its tokens has a loss"
                           : spike       ? str(": the gradient norm ", r.grad_norm, " is a spike")
@@ -602,6 +622,7 @@ void Trainer::save(bool last) {
                               {"optimizer_dtype", options.optimizer_dtype},
                               {"lora", options.lora.description()},
                               {"preference", options.preference.description()},
+                              {"rollout", options.rollout.description()},
                               {"learning_rates", rates},
                               {"lr", scalars.lr},
                               {"gemm", matmul_choices(ctx.stream, true)},
@@ -624,28 +645,12 @@ void Trainer::save(bool last) {
     checkpoints.save({step, std::move(metadata), small_files}, arenas, last);
 }
 
-// The attention sequences that a recorded micro-step has room for; 0: none is recorded, or it has one per training
-// sequence. Documents of fewer than 16 tokens on average are rare: micro-steps that hold more are queued kernel by
-// kernel.
+// Documents of fewer than 16 tokens on average are rare: micro-steps that hold more are queued kernel by kernel.
 int64_t Trainer::max_sequences() const {
     if (!graphs_replay() || model.config.has_linear_attention()) return 0;
     int64_t in_sequence = options.document_mask ? options.seq_len / 16 : -1;
     for (const TrainingData& data : setup.data)
         if (data.train_packing) in_sequence = std::max(in_sequence, data.train_packing->max_examples());
+    if (options.rollout.on()) in_sequence = options.seq_len / 16;  // completions, few of which are that short
     return options.batch_size * std::min(in_sequence + 1, options.seq_len);
-}
-
-LoaderOptions Trainer::loader_options() const {
-    LoaderOptions loading;
-    loading.B = options.batch_size;
-    loading.T = options.seq_len;
-    loading.micro_steps = setup.micro_steps;
-    loading.rank = ctx.rank;
-    loading.world = ctx.world;
-    loading.seed = options.seed;
-    loading.documents = options.document_mask;
-    loading.max_sequences = max_sequences();
-    loading.end_of_text = setup.tokenizer_data().end_of_text;
-    loading.vocab_size = model.config.vocab_size;
-    return loading;
 }

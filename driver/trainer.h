@@ -6,6 +6,7 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include "data/tokenizer.h"
+#include "driver/batch_source.h"
 #include "driver/evaluation.h"
 #include "driver/pair_reference.h"
 #include "driver/train_setup.h"
@@ -20,10 +21,16 @@ struct Trainer {
     Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<DirectoryLock> lock = {});
     ~Trainer();
 
-    LoaderOptions loader_options() const;
-    int64_t first_batch() const;  // of the data, where the run starts or resumes
-    const Batch& next_batch(Loader& loader, int64_t micro);
-    std::string describe_start(const Loader& loader) const;
+    // The attention sequences that a recorded micro-step has room for; 0: none is recorded, or it has one per training
+    // sequence.
+    int64_t max_sequences() const;
+    std::string describe_start(const BatchSource& source) const;
+    // Whether any rank was asked to stop. Every rank asks before each micro-step and gets the same answer, so all leave
+    // out the same micro-steps and none waits for a collective that the others don't call. Hosts wait for each other
+    // here, the devices meanwhile run what is queued.
+    bool stopping();
+    // The numbers of the next step that the device reads: its learning rate, clipping, momentum.
+    StepScalars settings() const;
     // Waits for queued steps and reports them: for all of them, or for those that the device has done and all but one.
     void finish_steps(bool all, RunLog& log, Progress& progress);
     void evaluate_splits(RunLog& log, Progress& progress);
@@ -38,10 +45,13 @@ struct Trainer {
     // work.
     struct QueuedStep {
         int64_t step = 0, loss_terms = 0;  // loss tokens, or pairs, of all ranks
+        int64_t tokens = 0;
+        std::vector<std::pair<std::string, double>> entries;  // BatchSource::log_entries()
         Event begin, end;
         static constexpr size_t FP8_BYTES = NUM_FP8_COUNTS * sizeof(int64_t);
         HostMemory memory{host_alloc(sizeof(StepScalars)), host_free};  // pinned, for the scalars
         HostMemory counts{host_alloc(FP8_BYTES), host_free};            // pinned
+        HostMemory sums{nullptr, host_free};                            // reinforcement learning: pinned, for acts.sums
         StepScalars* scalars() const { return static_cast<StepScalars*>(memory.get()); }
         int64_t* fp8_counts() const { return static_cast<int64_t*>(counts.get()); }
     };
@@ -59,10 +69,9 @@ struct Trainer {
     Optimizer optimizer;
     CheckpointSaver checkpoints;
     int64_t step = 0, saved_step = -1;
-    double val_loss = NAN;         // of this step; NAN: not evaluated
-    std::vector<Choice> choices;   // of the questions of --eval-multiple-choice
-    std::vector<Batch> one_batch;  // for --overfit-one-batch
-    PairReference reference;       // of preference pairs, where it is computed once; empty in warm_up()
+    double val_loss = NAN;        // of this step; NAN: not evaluated
+    std::vector<Choice> choices;  // of the questions of --eval-multiple-choice
+    PairReference reference;      // of preference pairs, where it is computed once; empty in warm_up()
     bool stores_reference() const { return options.preference.has_reference() && !options.preference.adapters_off; }
     // Of micro-steps: [first of its step][last of its step, where that differs], by Input::head_kind().
     std::map<int64_t, Graph> graphs[2][2];
@@ -90,12 +99,12 @@ struct Trainer {
     void warm_up();  // chooses GEMM algorithms, records graphs
     void adopt_checkpoint_choices();
     Batch warm_up_batch() const;
+    std::string log_policy(nlohmann::ordered_json& line, const QueuedStep& q) const;
     // Of the validation split of data directory k: the loss and a text; `entry` gets what the log has of it.
     std::pair<double, std::string> evaluate_text_of(size_t k, nlohmann::ordered_json& entry);
     std::pair<double, std::string> evaluate_pairs_of(size_t k, nlohmann::ordered_json& entry);
     EvalSplit val_split(size_t k) const;
     std::function<void()> progressing();  // for evaluations
-    int64_t max_sequences() const;
     void finish_step(RunLog& log, Progress& progress);
     void write_log(RunLog& log, const nlohmann::ordered_json& line);
 };
@@ -105,8 +114,8 @@ struct Trainer {
 std::string fit_run(TrainSetup& setup, const Context& ctx);
 
 // The training loop, from the last step of the run to --steps (train_gpt.cu).
-void train(Trainer& t);
-// Queues one optimizer step; false: the run was asked to stop.
-bool queue_step(Trainer& t, Loader& loader);
+void train(Trainer& t, BatchSource& source);
+// Queues one optimizer step; false: the run was asked to stop, or the source has no more.
+bool queue_step(Trainer& t, BatchSource& source);
 // Forward and backward over a batch. replay: as a CUDA graph, where that is possible.
 void micro_step(Trainer& t, const Batch& batch, bool first, bool last, bool replay = true);

@@ -76,6 +76,10 @@ int64_t Engine::prompt_chunk_tokens() {
     return backend_device() == Device::CPU ? 512 : 8192;
 }
 
+int64_t Engine::prompt_tokens_beside_decoding() {
+    return backend_device() == Device::CPU ? 128 : 384;
+}
+
 int64_t Engine::steps_ahead() {
     return graphs_replay() ? 2 : 1;
 }
@@ -210,13 +214,20 @@ void Engine::plan_memory() {
     plan.assign_offsets();
 }
 
-void Engine::allocate(const InferenceWeights& model_weights) {
+int64_t Engine::bytes() const {
+    return ArenaPlan::aligned(cache.bytes()) + ArenaPlan::aligned(states.bytes()) + plan.bytes();
+}
+
+void Engine::allocate(const InferenceWeights& model_weights, const Tensor& shared) {
     weights = model_weights;
     require(options.adapters == 0 || int64_t(weights.adapters.size()) == config.layers, "engine: adapters of ",
             weights.adapters.size(), " layers, expected ", config.layers);
-    cache.allocate();
-    states.allocate();
-    memory = Arena(plan.bytes(), "activations");
+    const auto part = [&](int64_t begin, int64_t size) { return shared ? shared.rows(begin, begin + size) : Tensor{}; };
+    const int64_t states_at = ArenaPlan::aligned(cache.bytes()),
+                  rest_at = states_at + ArenaPlan::aligned(states.bytes());
+    cache.allocate(part(0, cache.bytes()));
+    states.allocate(part(states_at, states.bytes()));
+    memory = shared ? Arena(part(rest_at, plan.bytes())) : Arena(plan.bytes(), "activations");
     for (const auto& [tensor, entry] : bindings) {
         const ArenaPlan::Entry& e = plan.entries()[size_t(entry)];
         *tensor = memory.at(e.offset, e.dtype, e.shape);
@@ -240,22 +251,41 @@ void Engine::allocate(const InferenceWeights& model_weights) {
         queue[i].top_ids = queue[i].tokens + 2 * B;
         queue[i].top_logprobs = reinterpret_cast<float*>(queue[i].top_ids + top);
     }
+    count_weight_bytes();
+    fill_memory();
+    prepare_graphs();
+    device_fill(buffer_index.data, 0, size_t(buffer_index.bytes()), stream);
+}
+
+void Engine::restart() {
+    require(active() == 0 && !pending(), "engine: restart() while sequences are active");
+    require(std::all_of(lengths.begin(), lengths.end(), [](int64_t n) { return n == 0; }),
+            "engine: restart() while slots hold tokens; truncate() them");
+    batch.clear();
+    batch_changed = false;
+    cache.restart();
+    fill_memory();
+    // The host reads alternate buffers; the device writes the one that this says.
+    const auto next_buffer = static_cast<int32_t>(steps_queued % 2);
+    copy_to_device(buffer_index.data, &next_buffer, sizeof next_buffer, stream);
+    synchronize(stream);
+}
+
+// What lies in memory before the first step.
+void Engine::fill_memory() {
     device_fill(decode_scratch.data, 0, size_t(decode_scratch.bytes()), stream);
     if (fused_step_max_batch > 0) {
         std::vector<LayerCache> of_layer;
         for (int64_t l = 0; l < config.layers; l++) of_layer.push_back(cache.layer(l));
         decode_step_prepare(step_scratch, decode_model(), weights, of_layer, stream);
     }
-    std::vector<int32_t> count(size_t(N), 0);
+    std::vector<int32_t> count(size_t(iota.shape[0]), 0);
     std::iota(count.begin(), count.end(), 0);
     copy_to_device(iota.data, count.data(), size_t(iota.bytes()), stream);
     fill_rope_table();
     synchronize(stream);  // the source of the copy is a local variable
-    count_weight_bytes();
     staging->next();
     cache.upload_tables(*staging, stream);
-    prepare_graphs();
-    device_fill(buffer_index.data, 0, size_t(buffer_index.bytes()), stream);
 }
 
 // The tiles of a batch of N rows, as they were uploaded last.

@@ -99,17 +99,23 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
     // The caller owns the weights and keeps them for as long as the engine lives. Throws Error for weights in NF4 or
-    // with LoRA adapters.
-    void allocate(const InferenceWeights& weights);
+    // with LoRA adapters. shared: U8 [bytes()], memory that the engine uses and does not own; null: it gets its own.
+    void allocate(const InferenceWeights& weights, const Tensor& shared = {});
+    // For shared memory that something else has used, and for weights that have changed: what the memory holds is lost,
+    // no page is found by its content. No sequence may be active, and all slots must be empty.
+    void restart();
 
     // Bytes, for the memory plan.
     int64_t cache_bytes() const { return cache.bytes(); }
     int64_t state_bytes() const { return states.bytes(); }
     int64_t activation_bytes() const { return plan.bytes(); }
+    int64_t bytes() const;  // of all of them, in one piece
 
     // Prefill cuts a prompt into chunks of this many tokens. A pass takes chunks of several prompts, up to the same
     // number of tokens together.
     static int64_t prompt_chunk_tokens();
+    // The tokens of prompts that running sequences wait for at most: about as long as a step of LLaMA 1B on an H100.
+    static int64_t prompt_tokens_beside_decoding();
     // Steps that the host may queue before it reads the first of them: 2 where the device runs asynchronously, else 1.
     static int64_t steps_ahead();
 
@@ -241,6 +247,7 @@ class Engine {
 
     int64_t pass_tokens() const;
     void plan_memory();
+    void fill_memory();
     void fill_rope_table();
     void count_weight_bytes();
     void prepare_graphs();

@@ -8,10 +8,6 @@ int64_t pages_of_tokens(int64_t tokens) {
     return (tokens + KV_PAGE - 1) / KV_PAGE;
 }
 
-int64_t aligned(int64_t bytes) {
-    return (bytes + ArenaPlan::ALIGNMENT - 1) / ArenaPlan::ALIGNMENT * ArenaPlan::ALIGNMENT;
-}
-
 }  // namespace
 
 KvCache::KvCache(const ModelConfig& c, const KvCacheSize& size, DType type)
@@ -36,7 +32,7 @@ KvCache::KvCache(const ModelConfig& c, const KvCacheSize& size, DType type)
         }
         layers.push_back(layer);
     }
-    total += num_groups() ? aligned(table_bytes()) : 0;
+    total += num_groups() ? ArenaPlan::aligned(table_bytes()) : 0;
 }
 
 int64_t KvCache::group_of(int64_t window, const KvCacheSize& size) {
@@ -62,7 +58,7 @@ int64_t KvCache::pages_of(const Group& g, const KvCacheSize& size) const {
 }
 
 int64_t KvCache::layer_bytes(const Layer& layer) const {
-    return aligned(groups[size_t(layer.group)].pool.size() * KV_PAGE * row_bytes());
+    return ArenaPlan::aligned(groups[size_t(layer.group)].pool.size() * KV_PAGE * row_bytes());
 }
 
 int64_t KvCache::bytes_read(int64_t length) const {
@@ -280,7 +276,7 @@ LayerCache KvCache::layer(int64_t l) const {
 
 Tensor KvCache::table(int64_t group) const {
     const int64_t bytes = slots * columns * int64_t(sizeof(int32_t));
-    return memory.at(total - aligned(table_bytes()) + group * bytes, DType::I32, {slots, columns});
+    return memory.at(total - ArenaPlan::aligned(table_bytes()) + group * bytes, DType::I32, {slots, columns});
 }
 
 Tensor KvCache::rows_of(const Tensor& t) {
@@ -310,6 +306,14 @@ void KvCache::upload_tables(Staging& staging, Stream stream) {
     }
 }
 
-void KvCache::allocate() {
-    memory = Arena(total, "KV cache");
+void KvCache::allocate(const Tensor& shared) {
+    memory = shared ? Arena(shared) : Arena(total, "KV cache");
+}
+
+void KvCache::restart() {
+    for (Group& g : groups) {
+        g.pool.forget_all();
+        g.changed.clear();
+        for (int64_t i = 0; i < slots * columns; i++) g.changed.push_back(i);
+    }
 }

@@ -34,7 +34,11 @@ class KvCache {
     KvCache(const ModelConfig& config, const KvCacheSize& size, DType dtype);
     KvCache(const KvCache&) = delete;
     KvCache& operator=(const KvCache&) = delete;
-    void allocate();
+    // shared: U8 [bytes()], memory that the cache uses and does not own; null: it gets its own.
+    void allocate(const Tensor& shared = {});
+    // No slot holds tokens. No page is found by its content any more, and the tables are uploaded again: what the
+    // memory held is lost.
+    void restart();
 
     int64_t bytes() const { return total; }
     // The bytes that a decode step reads for a sequence of this many tokens, over all layers with softmax attention.

@@ -33,13 +33,7 @@ class PagePool {
     // An available page, with one user. Throws Error if there is none.
     int32_t take() {
         require(available() > 0, "the KV cache has no free page of its ", size());
-        if (free_pages.empty()) {
-            const int32_t oldest = newer[users.size()];
-            unlink(oldest);
-            on_forget(oldest);
-            remembered[size_t(oldest)] = false;
-            free_pages.push_back(oldest);
-        }
+        if (free_pages.empty()) forget_oldest();
         const int32_t page = free_pages.back();
         free_pages.pop_back();
         users[size_t(page)] = 1;
@@ -59,10 +53,21 @@ class PagePool {
         else
             free_pages.push_back(page);
     }
+    // Forgets all remembered pages, which have no users.
+    void forget_all() {
+        while (idle > 0) forget_oldest();
+    }
     // A page with users.
     void remember(int32_t page) { remembered[size_t(page)] = true; }
 
   private:
+    void forget_oldest() {
+        const int32_t oldest = newer[users.size()];
+        unlink(oldest);
+        on_forget(oldest);
+        remembered[size_t(oldest)] = false;
+        free_pages.push_back(oldest);
+    }
     // Remembered pages without users form a ring from the oldest to the newest; its head is the entry after all pages.
     void link_newest(int32_t page) {
         const size_t head = users.size();

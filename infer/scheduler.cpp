@@ -18,12 +18,8 @@ std::vector<int32_t> slid(const std::vector<int32_t>& tokens, int64_t context, c
 }  // namespace
 
 Scheduler::Scheduler(Engine& e, const ContextPolicy& p, std::function<void(const Request&)> on_end, int64_t chunk)
-    : engine(e),
-      policy(p),
-      done(std::move(on_end)),
-      chunk_tokens(chunk ? chunk : Engine::prompt_chunk_tokens()),
-      running(size_t(e.options.slots)) {
-    require(chunk_tokens > 0 && chunk_tokens % KV_PAGE == 0, "a chunk of ", chunk_tokens,
+    : engine(e), policy(p), done(std::move(on_end)), chunk_tokens(chunk), running(size_t(e.options.slots)) {
+    require(chunk_tokens >= 0 && chunk_tokens % KV_PAGE == 0, "a chunk of ", chunk_tokens,
             " tokens of prompts; it must be a positive multiple of ", KV_PAGE);
     policy.check(engine.options.context, 0);
 }
@@ -203,26 +199,55 @@ Prompt Scheduler::prompt_of(size_t slot, int64_t begin, int64_t end) const {
     return p;
 }
 
-// Chunks end where pages do, so that the bits of a prompt do not depend on what else is computed.
+// The most tokens of the next chunk: few where sequences wait for it.
+int64_t Scheduler::chunk_size() const {
+    const bool decoding = std::any_of(running.begin(), running.end(),
+                                      [](const Running& s) { return s.request && !s.computing && !s.suspended; });
+    const int64_t tokens = chunk_tokens ? chunk_tokens
+                           : decoding   ? Engine::prompt_tokens_beside_decoding()
+                                        : Engine::prompt_chunk_tokens();
+    return std::min(tokens, engine.options.prompt_tokens);
+}
+
+// The tokens that the next chunk computes of these slots' prompts, the oldest first. They share it page by page, so
+// that a short prompt does not wait for a long one. Chunks end where pages do, so that the bits of a prompt do not
+// depend on what else is computed. A prompt with logprobs is not cut, because they belong to one prefill.
+std::vector<int64_t> Scheduler::share_chunk(const std::vector<size_t>& slots) const {
+    std::vector<int64_t> shares(slots.size(), 0);
+    const int64_t size = chunk_size();
+    int64_t left = size;
+    for (bool more = true; more;) {
+        more = false;
+        for (size_t i = 0; i < slots.size(); i++) {
+            const Running& s = running[slots[i]];
+            const int64_t begin = s.computed + shares[i], rest = int64_t(s.request->context.size()) - begin;
+            const bool whole = s.request->prompt_logprobs;
+            const int64_t part = whole ? rest : std::min(rest, KV_PAGE - begin % KV_PAGE);
+            if (part == 0 || (part > left && !(whole && left == size))) continue;
+            shares[i] += part;
+            left -= part;
+            more = true;
+        }
+    }
+    return shares;
+}
+
 void Scheduler::compute_chunk() {
     std::vector<Prompt> prompts;
-    std::vector<size_t> finished;
-    int64_t left = std::min(chunk_tokens, engine.options.prompt_tokens);
-    for (const size_t slot : by_arrival()) {
+    std::vector<size_t> slots = by_arrival(), finished;
+    slots.erase(std::remove_if(slots.begin(), slots.end(),
+                               [&](size_t slot) { return !running[slot].computing || running[slot].like >= 0; }),
+                slots.end());
+    const std::vector<int64_t> shares = share_chunk(slots);
+    for (size_t i = 0; i < slots.size(); i++) {
+        if (shares[i] == 0) continue;
+        const size_t slot = slots[i];
         Running& s = running[slot];
-        if (!s.computing || s.like >= 0) continue;
-        const int64_t size = int64_t(s.request->context.size());
-        int64_t end = size - s.computed <= left ? size : (s.computed + left) / KV_PAGE * KV_PAGE;
-        if (s.request->prompt_logprobs) {  // they belong to one prefill: such a prompt is not cut
-            if (size - s.computed > left && !prompts.empty()) break;
-            end = size;
-        }
-        if (end <= s.computed) break;
+        const int64_t size = int64_t(s.request->context.size()), end = s.computed + shares[i];
         prompts.push_back(prompt_of(slot, s.computed, end));
-        left -= end - s.computed;
-        statistics.prompt_tokens += end - s.computed;
+        statistics.prompt_tokens += shares[i];
         s.computed = end;
-        if (end < size) break;
+        if (end < size) continue;
         s.computing = false;
         finished.push_back(slot);
         for (size_t other = 0; other < running.size(); other++) {

@@ -6,7 +6,8 @@
 //
 // Requests start in the order of their arrival. One that the cache has no pages for waits, and so do those after it.
 // Prompts are computed in chunks between decode steps (continuous batching, Yu et al. 2022, "Orca"; chunked prefill,
-// Agrawal et al. 2024, "Sarathi-Serve"): a running sequence waits for at most one chunk. Where a step lacks pages, the
+// Agrawal et al. 2024, "Sarathi-Serve"): a running sequence waits for at most one chunk, which all prompts share, so
+// that a short one does not wait for a long one. Where a step lacks pages, the
 // youngest sequence is suspended: its keys and values go to the host, and it continues with the same bits before any
 // waiting request starts. A request whose prompt is being computed for an earlier one shares its pages.
 //
@@ -23,7 +24,8 @@
 class Scheduler {
   public:
     // chunk_tokens: most tokens of prompts between two decode steps, a multiple of KV_PAGE; 0:
-    // Engine::prompt_chunk_tokens(). done is called for each request that ends; it must not call the scheduler.
+    // Engine::prompt_tokens_beside_decoding(), or prompt_chunk_tokens() where no sequence waits. done is called for
+    // each request that ends; it must not call the scheduler.
     Scheduler(Engine& engine, const ContextPolicy& policy, std::function<void(const Request&)> done = {},
               int64_t chunk_tokens = 0);
 
@@ -65,6 +67,8 @@ class Scheduler {
     void place(size_t slot, Request& request, int64_t arrival);
     int64_t pages_promised() const;
     bool has_room() const;
+    int64_t chunk_size() const;
+    std::vector<int64_t> share_chunk(const std::vector<size_t>& slots) const;
     void compute_chunk();
     void make_room();
     void give_up(size_t slot);
@@ -81,7 +85,7 @@ class Scheduler {
     Engine& engine;
     const ContextPolicy policy;
     const std::function<void(const Request&)> done;
-    const int64_t chunk_tokens;
+    const int64_t chunk_tokens;    // 0: the engine's
     std::vector<Running> running;  // by slot
     struct Waiting {
         Request* request;

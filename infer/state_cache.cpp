@@ -14,8 +14,8 @@ StateCache::StateCache(const ModelConfig& c, int64_t num_slots)
     }
 }
 
-void StateCache::allocate() {
-    memory = Arena(total, "states of linear attention");
+void StateCache::allocate(const Tensor& shared) {
+    memory = shared ? Arena(shared) : Arena(total, "states of linear attention");
 }
 
 LinearAttentionState StateCache::layer(int64_t l, const Tensor& rows) const {

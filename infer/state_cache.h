@@ -14,7 +14,7 @@
 class StateCache {
   public:
     StateCache(const ModelConfig& config, int64_t slots);  // plans only
-    void allocate();
+    void allocate(const Tensor& shared = {});              // shared: as KvCache::allocate() has it
 
     int64_t bytes() const { return total; }
     int64_t bytes_per_sequence() const { return slots ? total / slots : 0; }  // of all layers

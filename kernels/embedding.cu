@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(THREADS)
         const Floats<W> added = as_floats(load_row<W>(wpe, wpe_stride, num_positions, position, c + first));
         Floats<W> sum;
 #pragma unroll
-        for (int k = 0; k < W; k++) sum[k] = x[first + k] + added[k];
+        for (int k = 0; k < W; k++) sum[k] = wpe ? x[first + k] + added[k] : x[first + k];  // -0 + 0 is 0
         store_floats<W>(out + at.row * out_stride + c + first, sum);
     }
 }

@@ -14,9 +14,18 @@ void check_indices(const char* op, const Tensor& rows, int64_t N) {
         require(row[i] >= -1 && row[i] < N, op, ": rows[", i, "] is ", row[i], ", expected -1 … ", N - 1);
 }
 
+// to = scale·from
+void copy_scaled(float* to, const float* from, int64_t C, float scale) {
+    if (scale == 1) {
+        std::copy_n(from, C, to);
+        return;
+    }
+    for (int64_t c = 0; c < C; c++) to[c] = scale * from[c];
+}
+
 }  // namespace
 
-void gather_rows(Tensor out, Tensor inp, Tensor rows, Stream) {
+void gather_rows(Tensor out, Tensor inp, Tensor rows, Stream, float scale) {
     const char* op = "gather_rows";
     check_rows(op, "out", out, "inp", inp, rows, DType::F32);
     check_indices(op, rows, inp.shape[0]);
@@ -29,11 +38,11 @@ void gather_rows(Tensor out, Tensor inp, Tensor rows, Stream) {
         if (row[i] < 0)
             std::fill_n(to[i], C, 0.0f);
         else
-            std::copy_n(from[row[i]], C, to[i]);
+            copy_scaled(to[i], from[row[i]], C, scale);
     }
 }
 
-void scatter_rows(Tensor out, Tensor inp, Tensor rows, Stream) {
+void scatter_rows(Tensor out, Tensor inp, Tensor rows, Stream, float scale) {
     const char* op = "scatter_rows";
     check_rows(op, "inp", inp, "out", out, rows, DType::F32);
     check_indices(op, rows, out.shape[0]);
@@ -45,5 +54,5 @@ void scatter_rows(Tensor out, Tensor inp, Tensor rows, Stream) {
     for (int64_t i = 0; i < N; i++) std::fill_n(to[i], C, 0.0f);
 #pragma omp parallel for schedule(static) if (n * C > PARALLEL_MIN)
     for (int64_t i = 0; i < n; i++)
-        if (row[i] >= 0) std::copy_n(from[i], C, to[row[i]]);
+        if (row[i] >= 0) copy_scaled(to[row[i]], from[i], C, scale);
 }

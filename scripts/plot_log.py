@@ -25,7 +25,11 @@ from run_log import LogError, log_path, read_log, run_name, smoothed, values
 
 LABELS = {"loss": "loss (nats per token)", "lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second",
           "mfu": "MFU", "ms": "ms per step", "rewards_margin": "margin of the rewards",
-          "rewards_accuracy": "accuracy of the rewards", "kl": "log-ratio to the reference (nats per token)"}
+          "rewards_accuracy": "accuracy of the rewards", "kl": "log-ratio to the reference (nats per token)",
+          "reward": "reward", "reward_std": "standard deviation of the rewards",
+          "completion_length": "tokens of a completion", "entropy": "entropy (nats per token)",
+          "clip_fraction": "share of clipped tokens", "sampler_gap": "gap of training to sampling (nats per token)",
+          "rollout_tokens_per_s": "tokens per second of rollouts"}
 SCORES = {"accuracy": "accuracy", "accuracy_norm": "accuracy per character",
           "perplexity": "perplexity of last words"}  # of evaluations
 X_LABELS = {"step": "step", "tokens": "tokens", "minutes": "minutes", "hours": "hours"}

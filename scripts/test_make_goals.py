@@ -90,6 +90,16 @@ class MakeGoalsTest(unittest.TestCase):
         commands = [line for line in done.stdout.splitlines() if line.startswith(".venv/bin/python")]
         self.assertEqual(commands, [".venv/bin/python data/quickstart.py"])
 
+    def test_headers_without_root(self):
+        """nvcc hands the option that finds what `make deps` unpacked on to the compiler; it has none of that name."""
+        done = self.make("-n", "-B", "V=1", "BACKEND=cuda", "CUDA=nvcc=/opt/nvcc arch=90a", "UNPACKED=/opt/deps",
+                         "build/cuda/kernels/accumulate.cu.o", "build/cuda/kernels/scratch.cpp.o")
+        self.assertEqual(done.returncode, 0, done.stdout)
+        nvcc, = re.findall("^/opt/nvcc .*", done.stdout, re.MULTILINE)
+        self.assertEqual(nvcc.replace("-Xcompiler -idirafter -Xcompiler /opt/deps/include", "").count("-idirafter"), 0)
+        self.assertIn("-Xcompiler /opt/deps/include", nvcc)
+        self.assertRegex(done.stdout, "(?m)^[^/ ]+ .* -idirafter /opt/deps/include .* -c kernels/scratch.cpp")
+
     def python_arguments(self, *args):
         """The arguments with which a goal calls Python, here a script that prints them. None if it does not."""
         with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,8 @@ import unittest
 
 SCRIPTS = os.path.dirname(os.path.abspath(__file__))
 DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT") or os.path.join(SCRIPTS, "..", "train_gpt"))
-RECIPES = sorted(set(glob.glob(os.path.join(SCRIPTS, "run_*.sh"))) - {os.path.join(SCRIPTS, "run_quickstart.sh")})
+OTHERS = {os.path.join(SCRIPTS, name) for name in ("run_quickstart.sh", "run_pipeline.sh")}
+RECIPES = sorted(set(glob.glob(os.path.join(SCRIPTS, "run_*.sh"))) - OTHERS)
 LAUNCHERS = {"RANK": "3", "OMPI_COMM_WORLD_RANK": "3", "MPI_LOCALRANKID": "3", "SLURM_STEP_NUM_TASKS": "8"}
 
 

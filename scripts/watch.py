@@ -77,6 +77,10 @@ def facts(log, steps, now):
         _, scores = values(log.validation, score)
         if scores:
             rows.append((score, f"{scores[-1]:.4f}"))
+    _, rewards = values(recent, "reward")
+    if rewards:
+        rows += [("reward", f"{statistics.fmean(rewards):.4f}"),
+                 ("completion", f"{statistics.fmean(values(recent, 'completion_length')[1]):.0f} tokens")]
     rows += [("lr", "-" if last.get("lr") is None else f"{last['lr']:.3g}"), ("grad_norm", f"{norms[-1]:.3g}" if norms else "-"),
              ("tokens/s", f"{median['tokens_per_s']:,.0f}" if median["tokens_per_s"] else "-"),
              ("MFU", f"{median['mfu']:.1%}" if median["mfu"] else "-"),

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kernels/muon.h"
+#include "kernels/policy_loss.h"
 #include "kernels/preference_loss.h"
 #include "kernels/rope.h"
 #include "runtime/model/activation_config.h"
@@ -539,6 +540,36 @@ inline PreferencePair preference_pair(const PreferenceOptions& o, const long dou
     }
     for (int i = 0; i < 2; i++) r.dloss[i] = -dx[i] * per_token[i];
     return r;
+}
+
+// A token of a policy gradient. Missing log-probabilities are those that make their ratio 1. The mags are those of
+// errors of 2⁻⁵³ in the differences of log-probabilities and in each operation of policy_loss.h's formulas.
+struct PolicyToken {
+    long double loss, old_logp, sampler_logp, reference_logp, advantage, weight;
+};
+struct PolicyTerms {
+    long double loss = 0, dloss = 0, kl = 0;
+    double loss_mag = 0, dloss_mag = 0, kl_mag = 0;
+    bool clipped = false;
+};
+inline PolicyTerms policy_terms(const PolicyOptions& o, const PolicyToken& t) {
+    const long double logp = -t.loss, r = expl(logp - t.old_logp), low = 1 - (long double)(o.clip_low),
+                      high = 1 + (long double)(o.clip_high);
+    const long double rho = std::min(expl(t.old_logp - t.sampler_logp), (long double)(o.importance_cap));
+    const long double plain = r * t.advantage, clipped = std::min(std::max(r, low), high) * t.advantage;
+    const long double d = t.reference_logp - logp;
+    PolicyTerms x;
+    x.kl = expl(d) - d - 1;
+    x.clipped = clipped < plain;
+    x.loss = t.weight * (o.kl * x.kl - rho * std::min(plain, clipped));
+    x.dloss = t.weight * (x.clipped ? 0 : rho * plain) + t.weight * o.kl * (expl(d) - 1);
+    const double log_errors = 1 + std::fabs(double(logp - t.old_logp)) + std::fabs(double(t.old_logp - t.sampler_logp));
+    const double policy_mag = double(rho * std::max(r, high) * fabsl(t.advantage)) * log_errors;
+    const double slope_mag = std::fabs(double(expl(d) - 1)) + double(expl(d) * fabsl(d));
+    x.kl_mag = slope_mag + std::fabs(double(d));
+    x.loss_mag = double(t.weight) * (policy_mag + o.kl * x.kl_mag);
+    x.dloss_mag = double(t.weight) * (policy_mag + o.kl * slope_mag);
+    return x;
 }
 
 inline double global_norm(const double* grads, int64_t n) {

@@ -13,19 +13,19 @@ WHY_NOT = mpi.why_not()
 ENVIRONMENT = {**harness.ENVIRONMENT, **mpi.ENVIRONMENT, "NCCL_NVLS_ENABLE": "0"}
 
 
-def command(ranks, *args):
+def command(ranks, *args, name="train"):
     """The command that trains, in fp32 if no option says otherwise."""
     dtype = [] if "--dtype" in args or "--resume" in args else ["--dtype", "fp32"]
-    train = [DRIVER, "train", *dtype, *map(str, args)]
+    train = [DRIVER, name, *dtype, *map(str, args)]
     if ranks == 1:
         return train
     return [*train, "--gpus", str(ranks)] if CUDA else ["mpirun", "-n", str(ranks), *train]
 
 
-def run(ranks, *args, limit=300 if harness.sanitized() else 120):
+def run(ranks, *args, limit=300 if harness.sanitized() else 120, name="train"):
     """A run, once it has ended."""
     try:
-        return subprocess.run(command(ranks, *args), stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT,
+        return subprocess.run(command(ranks, *args, name=name), stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT,
                               timeout=limit, text=True, errors="replace")
     except subprocess.TimeoutExpired as hung:
         said = (hung.stderr or b"").decode(errors="replace")

@@ -14,27 +14,28 @@ std::vector<int32_t> some_rows(int64_t n, int64_t N) {
     return rows;
 }
 
-void check(DType T, int64_t n, int64_t N, int64_t C, int64_t gap) {
-    SCOPED_TRACE(str("n ", n, " N ", N, " C ", C, " gap ", gap));
+// A scaled value is a product in fp32, rounded to T.
+void check(DType T, int64_t n, int64_t N, int64_t C, int64_t gap, float scale = 1) {
+    SCOPED_TRACE(str("n ", n, " N ", N, " C ", C, " gap ", gap, " scale ", scale));
     const int64_t ld = C + gap;
     const std::vector<int32_t> indices = some_rows(n, N);
     const TestArray rows = TestArray::ints(indices, {n});
     const TestArray all = TestArray::random(T, {N, ld}, 1), some = TestArray::random(T, {n, ld}, 2);
     const TestArray gathered = TestArray::poisoned(T, {n, ld}), scattered = TestArray::poisoned(T, {N, ld});
-    gather_rows(gathered.tensor().columns(0, C), all.tensor().columns(0, C), rows, Stream{});
-    scatter_rows(scattered.tensor().columns(0, C), some.tensor().columns(0, C), rows, Stream{});
+    gather_rows(gathered.tensor().columns(0, C), all.tensor().columns(0, C), rows, Stream{}, scale);
+    scatter_rows(scattered.tensor().columns(0, C), some.tensor().columns(0, C), rows, Stream{}, scale);
     std::vector<double> expected_some(size_t(n * C), 0), expected_all(size_t(N * C), 0);
     const std::vector<double> all_values = take_columns(all.values(), ld, C),
                               values = take_columns(some.values(), ld, C);
     for (int64_t i = 0; i < n; i++) {
         const int64_t row = indices[size_t(i)];
         for (int64_t c = 0; row >= 0 && c < C; c++) {
-            expected_some[size_t(i * C + c)] = all_values[size_t(row * C + c)];
-            expected_all[size_t(row * C + c)] = values[size_t(i * C + c)];
+            expected_some[size_t(i * C + c)] = scale * float(all_values[size_t(row * C + c)]);
+            expected_all[size_t(row * C + c)] = scale * float(values[size_t(i * C + c)]);
         }
     }
-    EXPECT_EQ(take_columns(gathered.fetch(), ld, C), expected_some);
-    EXPECT_EQ(take_columns(scattered.fetch(), ld, C), expected_all);
+    EXPECT_EQ(take_columns(gathered.fetch(), ld, C), TestArray::of(T, expected_some, {n, C}).values());
+    EXPECT_EQ(take_columns(scattered.fetch(), ld, C), TestArray::of(T, expected_all, {N, C}).values());
     expect_gaps_untouched("gathered", gathered.fetch(), ld, C);
     expect_gaps_untouched("scattered", scattered.fetch(), ld, C);
 }
@@ -45,6 +46,12 @@ TEST_P(GatherRows, MatchesLoops) {
     const int64_t sizes[][3] = {{1, 1, 1}, {1, 40, 8}, {5, 9, 3}, {9, 9, 16}, {64, 300, 64}, {200, 333, 130}};
     for (const auto& s : sizes)
         for (const int64_t gap : {0, 3, 8}) check(activation(), s[0], s[1], s[2], gap);
+}
+
+// 1/0.7 is no number of T, so that every product is rounded.
+TEST_P(GatherRows, Scaled) {
+    for (const float scale : {0.5f, 1 / 0.7f, -3.0f})
+        for (const int64_t gap : {0, 3}) check(activation(), 40, 77, 24, gap, scale);
 }
 
 TEST_P(GatherRows, NoRows) {

@@ -252,7 +252,9 @@ void check_converted(const Case& c, DType T, LinearWeights weights, const std::v
     const reference::Values ref = oracle(c, take_columns(a.inp.values(), c.C + c.gap, c.C), decoded, a.bias.values(),
                                          take_columns(a.residual.values(), c.OC + c.gap, a.columns),
                                          a.norm_weight.values(), a.norm_bias.values(), double(1e-5f));
-    expect_close("out", take_columns(out.fetch(), ld, a.columns), ref.value, ref.mag, c.C, a.columns, T, 3);
+    // The weights are rounded to T, too. Where x, weights, y and out are rounded, the squared error of a SwiGLU layer
+    // is 3.8 times that of one rounding: 0.7 of out, 0.8 of x, 0.8 of the weights, 1.6 of gate and up.
+    expect_close("out", take_columns(out.fetch(), ld, a.columns), ref.value, ref.mag, c.C, a.columns, T, 4);
     expect_gaps_untouched("out", out.fetch(), ld, a.columns);
 }
 

@@ -250,6 +250,40 @@ TEST(Scheduler, RunningSequencesWaitForOneChunk) {
     EXPECT_EQ(steps, 5);  // 4 chunks of 128 and the rest
 }
 
+// Steps of a scheduler with its own chunks until the first token of a prompt of 40 tokens that arrives behind one of
+// 1,900, and then until that of the long one. With `running`, another sequence decodes meanwhile.
+std::pair<int64_t, int64_t> steps_to_first_tokens(Engine& engine, bool running) {
+    Job decoding(random_tokens(engine.config, 3, 1), 0, 60), late(random_tokens(engine.config, 1900, 2), 1, 5),
+        brief(random_tokens(engine.config, 40, 3), 2, 5);
+    Scheduler scheduler(engine, {});
+    if (running) scheduler.add(decoding.request);
+    for (int i = 0; i < 3; i++) scheduler.step();
+    scheduler.add(late.request);
+    scheduler.add(brief.request);
+    int64_t steps[2] = {};
+    for (int i = 0; const Job* job : {&brief, &late}) {
+        for (; job->completion->tokens().empty(); steps[i]++) scheduler.step();
+        i++;
+    }
+    scheduler.cancel_all("test");
+    return {steps[0], steps[0] + steps[1]};
+}
+
+// The oldest prompt has the first page of a chunk, a younger one the next, so that a short one is done first.
+TEST(Scheduler, PromptsShareAChunk) {
+    const ModelConfig c = long_config("SS");
+    Driver driver(c, training_shape(1, 8));
+    driver.randomise(3);
+    Generation g(driver.model, options_of(3, 2000, 0));
+    const bool gpu = backend_device() != Device::CPU;
+    const auto [brief, late] = steps_to_first_tokens(g.engine, true);
+    EXPECT_EQ(brief, gpu ? 1 : 2);
+    EXPECT_EQ(late, gpu ? 6 : 16);  // 1,940 tokens in chunks of 384, or in pages
+    const auto [brief_alone, late_alone] = steps_to_first_tokens(g.engine, false);
+    EXPECT_EQ(brief_alone, 1);
+    EXPECT_EQ(late_alone, gpu ? 1 : 15);  // a first chunk of 512, then some while the short one decodes
+}
+
 // Logprobs of a prompt that is longer than a chunk, and whose beginning is cached.
 TEST(Scheduler, PromptLogprobsAreWhole) {
     Driver driver(long_config("SS"), training_shape(1, 8));

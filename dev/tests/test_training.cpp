@@ -255,9 +255,8 @@ TEST(ActivationPlan, OutputOfAMatmulIsApartFromItsInput) {
 struct TrainingRun {
     TempDir dir;
     Context ctx;
-    std::unique_ptr<TokenFiles> files;
     std::unique_ptr<Trainer> trainer;
-    std::unique_ptr<Loader> loader;
+    std::unique_ptr<LoadedBatches> batches;
 
     explicit TrainingRun(const Args& args) {
         constexpr int32_t N = 20000;
@@ -272,12 +271,11 @@ struct TrainingRun {
         Args all = {"--data", dir.path(), "--out", dir.file("run"), "--steps", "1000"};
         all.insert(all.end(), args.begin(), args.end());
         trainer = std::make_unique<Trainer>(ctx, check_training(parse_train(all), 1));
-        files = std::make_unique<TokenFiles>(dir.file("train_*.bin"));
-        loader = std::make_unique<Loader>(std::vector<TrainingSource>{*files}, trainer->loader_options(), 0);
+        batches = std::make_unique<LoadedBatches>(*trainer);
     }
 
     void steps(int n) {
-        for (int i = 0; i < n; i++) queue_step(*trainer, *loader);
+        for (int i = 0; i < n; i++) queue_step(*trainer, *batches);
         synchronize(ctx.stream);
     }
 };

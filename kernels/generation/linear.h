@@ -16,8 +16,9 @@
 // T is the dtype of inp, weight, bias, residual and out: fp32; on CUDA also bf16 and fp16. Norm weights and sums are
 // fp32; x is rounded to T, and so is y where matmul.h computes it.
 //
-// Packed weights (kernels/packed_weight.h) are dequantised in registers. On the CPU x is then quantised too where they
-// are Int8 or Int4: in groups of 32 to int8, with d = max |x| / 127 in fp32. A group's sum is an exact integer, so
+// Packed weights (kernels/packed_weight.h) are dequantised in registers, and on CUDA rounded to T there; so are NF4
+// weights. On the CPU x is quantised too where they are Int8 or Int4: in groups of 32 to int8, with d = max |x| / 127
+// in fp32. A group's sum is an exact integer, so
 //   y[n, o] = Σ_g d_x[n, g]·d_w[o, g]·(Σ code_x·code_w) + bias[o]
 //
 // Errors: wrong shape or dtype, odd OC with a gated f, an activation together with a residual, weights that are neither

@@ -17,17 +17,23 @@ Arena::Arena(int64_t bytes, const char* what, MemoryPlace where) : size(bytes), 
     }
 }
 
+Arena::Arena(const Tensor& part) : base(static_cast<char*>(part.data)), size(part.bytes()), borrowed(true) {}
+
 Arena::~Arena() {
-    if (base) (place == MemoryPlace::Host ? host_free : device_free)(base);
+    if (base && !borrowed) (place == MemoryPlace::Host ? host_free : device_free)(base);
 }
 
 Arena::Arena(Arena&& other) noexcept
-    : base(std::exchange(other.base, nullptr)), size(std::exchange(other.size, 0)), place(other.place) {}
+    : base(std::exchange(other.base, nullptr)),
+      size(std::exchange(other.size, 0)),
+      place(other.place),
+      borrowed(other.borrowed) {}
 
 Arena& Arena::operator=(Arena&& other) noexcept {
     std::swap(base, other.base);
     std::swap(size, other.size);
     std::swap(place, other.place);
+    std::swap(borrowed, other.borrowed);
     return *this;
 }
 

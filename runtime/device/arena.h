@@ -21,6 +21,8 @@ class Arena {
   public:
     Arena() = default;
     Arena(int64_t bytes, const char* what, MemoryPlace where = MemoryPlace::Device);
+    // Memory that another arena owns and that outlives this one: a contiguous tensor on the backend's device.
+    explicit Arena(const Tensor& part);
     ~Arena();
     Arena(Arena&& other) noexcept;
     Arena& operator=(Arena&& other) noexcept;
@@ -40,6 +42,7 @@ class Arena {
     char* base = nullptr;
     int64_t size = 0;
     MemoryPlace place = MemoryPlace::Device;
+    bool borrowed = false;
 };
 
 class ArenaPlan {
@@ -54,6 +57,7 @@ class ArenaPlan {
     // The largest alignment that GPU kernels and GEMM libraries ask for. All tensors have it, so that the choice of a
     // GEMM algorithm does not depend on a tensor's offset.
     static constexpr int64_t ALIGNMENT = 256;
+    static int64_t aligned(int64_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
     // Returns the entry's index. Bytes are rounded up to ALIGNMENT.
     int64_t add(const std::string& name, DType dtype, const std::vector<int64_t>& shape, int64_t first, int64_t last);

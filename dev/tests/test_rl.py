@@ -1,0 +1,246 @@
+#!/usr/bin/env python3
+"""`rl`: rewards rise, resuming to the bit, what is logged, options, ranks and refusals (TRAIN_GPT names the driver)."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import unittest
+
+import several_ranks
+from harness import DRIVER, ENVIRONMENT, TrainingTest, checkpoints, digest, log, run, sanitized
+
+# A prompt of more than a page of the KV cache, which a cache that is not emptied would find again.
+LONG = "The cat sees 4 of the red stones. " * 4
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # for so small a model the fastest
+TIMES = {"ms", "tokens_per_s", "mfu", "rollout_seconds", "rollout_tokens_per_s", "scoring_seconds"}
+# Rewards the share of vowels.
+VERIFIER = """
+import json, sys
+for line in sys.stdin:
+    row = json.loads(line)
+    share = sum(letter in "aeiou" for letter in row["completion"]) / max(1, len(row["completion"]))
+    print(json.dumps({"id": row["id"], "reward": share}), flush=True)
+"""
+
+
+def write_rows(path, rows):
+    with open(path, "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+class RlTest(TrainingTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.base = cls.train("base", "--model", "llama-tiny", "--layers", 2, "--channels", 64, "--heads", 2,
+                             "--kv-heads", 1, "--steps", 8)
+        verifiers = [{"name": "regex"}, {"name": "length", "max": 100, "weight": 0}]
+        cls.problems = write_rows(os.path.join(cls.top, "problems.jsonl"), [
+            {"prompt": prompt, "answer": "e", "verifier": verifiers}
+            for prompt in ("The cat sees ", "The dog sees ", "The owl", LONG)])
+
+    def rl_args(self, name, *args):
+        defaults = {"--model": self.base, "--data": self.problems, "--prompts": 4, "--completions": 4,
+                    "--max-tokens": 6, "--batch-size": 1, "--lr": 1e-2, "--steps": 6, "--save-every": 3,
+                    "--dtype": "fp32", "--truncated": "keep"}
+        kept = [x for k, v in defaults.items() if k not in args for x in (k, v)]
+        return ["--out", os.path.join(self.top, name), *kept, *args]
+
+    def rl(self, name, *args):
+        done = run("rl", *self.rl_args(name, *args), env=ONE_THREAD)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return os.path.join(self.top, name)
+
+    def resume(self, out, *args):
+        done = run("rl", "--resume", "--out", out, *args, env=ONE_THREAD)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def state(self, out):
+        """Of the last checkpoint: its training state, and what it exports."""
+        last = os.path.join(out, checkpoints(out)[-1])
+        return tuple(digest(os.path.join(last, name)) for name in sorted(os.listdir(last))
+                     if name.endswith(".safetensors"))
+
+    def untimed(self, out):
+        return [{k: v for k, v in line.items() if k not in TIMES} for line in log(out)]
+
+    def test_rewards_rise(self):
+        out = self.rl("rises", "--steps", 40, "--completions", 8, "--save-every", 0)
+        lines = log(out)
+        self.assertEqual([line["step"] for line in lines], list(range(1, 41)))
+        rewards = [line["reward"] for line in lines]
+        self.assertLess(sum(rewards[:5]) / 5, 0.5, rewards)
+        self.assertGreater(sum(rewards[-5:]) / 5, 0.9, rewards)
+        for key in ("reward_std", "reward_regex", "reward_length", "completion_length", "truncated", "entropy", "kl",
+                    "clip_fraction", "sampler_gap", "sampler_gap_largest", "groups_left_out", "rollout_seconds",
+                    "rollout_tokens_per_s", "scoring_seconds"):
+            self.assertIn(key, lines[0])
+        learnt = [line for line in lines if line["policy_tokens"]]
+        for line in learnt:
+            # Sampling and training compute in fp32: a log-probability of about −5 differs by some of its last bits.
+            self.assertLess(line["sampler_gap_largest"], 1e-4)
+            self.assertLessEqual(line["sampler_gap"], line["sampler_gap_largest"])
+            self.assertLessEqual(line["policy_tokens"], 32 * 6)
+            self.assertEqual((line["kl"], line["clip_fraction"]), (0, 0))  # with one update π_θ is π_old
+        self.assertGreater(max(line["sampler_gap_largest"] for line in learnt), 0)
+        idle = [line for line in lines if line.get("idle")]
+        self.assertEqual([line["groups_left_out"] for line in idle], [4] * len(idle))
+        with open(os.path.join(out, "completions.jsonl")) as file:
+            written = [json.loads(line) for line in file]
+        self.assertEqual(sorted({line["step"] for line in written}), [1, 11, 21, 31])
+        first = [line for line in written if line["step"] == 1]
+        self.assertEqual(len(first), 32)
+        self.assertAlmostEqual(sum(line["reward"] for line in first) / 32, rewards[0])
+        for line in first:
+            self.assertEqual(line["reward"], float("e" in line["completion"]))
+
+    def test_every_rollout_samples_anew(self):
+        out = self.rl("anew", "--lr", 0, "--steps", 3, "--completions-every", 1)
+        texts = {}
+        with open(os.path.join(out, "completions.jsonl")) as file:
+            for line in map(json.loads, file):
+                texts.setdefault(line["step"], {}).setdefault(line["prompt"], []).append(line["completion"])
+        self.assertEqual(len(texts), 3)
+        for of_step in texts.values():
+            self.assertEqual([len(of_prompt) for of_prompt in of_step.values()], [4] * 4)  # each prompt once an epoch
+        groups = [tuple(of_prompt) for of_step in texts.values() for of_prompt in of_step.values()]
+        self.assertEqual(len(set(groups)), 12)
+        self.assertGreater(len({tuple(of_step) for of_step in texts.values()}), 1)  # in another order
+
+    def test_resumes_to_the_bit(self):
+        for name, options in {"muon": ["--optimizer", "muon"], "lora": ["--lora-rank", 2, "--kl", 0.05],
+                              "qlora": ["--lora-rank", 2, "--qlora"],
+                              "updates": ["--updates-per-rollout", 3, "--recompute", "block", "--temperature", 0.7]
+                              }.items():
+            with self.subTest(name):
+                whole, part = self.rl("whole_" + name, *options), self.rl("part_" + name, *options, "--steps", 3)
+                self.resume(part, "--steps", 6)
+                self.assertEqual(self.state(part), self.state(whole))
+                self.assertEqual(self.untimed(part), self.untimed(whole))
+                for line in log(whole):  # also with a temperature, and with adapters
+                    self.assertLess(line["sampler_gap_largest"], 1e-4)
+
+    def test_killed_runs_resume_to_the_bit(self):
+        options = ["--steps", 12, "--save-every", 2, "--updates-per-rollout", 2]
+        whole, part = self.rl("never_killed", *options), os.path.join(self.top, "killed")
+        command = ["rl", *self.rl_args("killed", *options)]
+        for delay in (0.2, 0.3, 0.45):
+            process = subprocess.Popen([DRIVER, *map(str, command)], env={**ENVIRONMENT, **ONE_THREAD},
+                                       stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            if os.path.exists(os.path.join(part, "run.toml")):
+                command = ["rl", "--resume", "--out", part]
+        done = run(*command, env=ONE_THREAD)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(self.state(part), self.state(whole))
+        self.assertEqual(self.untimed(part), self.untimed(whole))
+
+    @unittest.skipIf(sanitized(), "starts runs that the other tests start, with other numbers")
+    def test_options_change_what_is_learnt(self):
+        several = ["--steps", 4, "--save-every", 0, "--updates-per-rollout", 2, "--completions", 8, "--lr", 3e-2]
+        cases = {"": [], "batch": ["--advantage", "batch"], "mean": ["--advantage", "mean-only"],
+                 "tokens": ["--loss-norm", "batch"], "constant": ["--loss-norm", "constant"],
+                 "low": ["--clip-low", 0.01], "high": ["--clip-high", 0.01], "cap": ["--importance-cap", 1],
+                 "mask": ["--truncated", "mask"], "temperature": ["--temperature", 1.5], "eos": ["--ignore-eos"],
+                 "seed": ["--seed", 1], "updates": ["--updates-per-rollout", 1],
+                 "lora": ["--lora-rank", 2], "kl": ["--lora-rank", 2, "--kl", 1]}
+        states = {}
+        for name, options in cases.items():
+            kept = [x for k, v in zip(several[::2], several[1::2]) if k not in options for x in (k, v)]
+            out = self.rl("option_" + name, *kept, *options)
+            states.setdefault(self.state(out), []).append(name)
+            if name == "kl":
+                values = [line["kl"] for line in log(out)]
+                self.assertEqual(values[0], 0)  # B is 0
+                self.assertGreater(values[-1], 0)
+        self.assertEqual([names for names in states.values() if len(names) > 1], [])
+        # A step's size is not part of the mathematics: batches hold other completions.
+        sizes = [log(self.rl(f"batch_{size}", *several, "--batch-size", size)) for size in (1, 3)]
+        for one, other in zip(*sizes):
+            for key in ("reward", "policy_tokens", "clip_fraction"):
+                self.assertEqual(one[key], other[key])
+            self.assertAlmostEqual(one["grad_norm"], other["grad_norm"], delta=1e-4 * one["grad_norm"])
+        self.assertGreater(max(line["clip_fraction"] for line in sizes[0][1::2]), 0)
+        self.assertEqual({line["clip_fraction"] for line in sizes[0][::2]}, {0})
+
+    def test_verifiers_of_ones_own(self):
+        verifier = os.path.join(self.top, "verifier.py")
+        with open(verifier, "w") as file:
+            file.write(VERIFIER)
+        rows = write_rows(os.path.join(self.top, "plain.jsonl"), [{"prompt": "The ", "answer": ""}] * 3)
+        options = ["--data", rows, "--verifier", f"{sys.executable} {verifier}", "--verifier-processes", 1]
+        whole = self.rl("command", *options)
+        part = self.rl("command_part", *options, "--steps", 3)
+        self.resume(part, "--steps", 6)
+        self.assertEqual(self.state(part), self.state(whole))
+        with open(os.path.join(whole, "completions.jsonl")) as file:
+            for line in map(json.loads, file):
+                share = sum(letter in "aeiou" for letter in line["completion"]) / max(1, len(line["completion"]))
+                self.assertAlmostEqual(line["reward"], share)
+
+    def test_stops_where_nothing_is_to_be_learnt(self):
+        rows = write_rows(os.path.join(self.top, "same.jsonl"), [
+            {"prompt": "The ", "answer": "", "verifier": [{"name": "length", "max": 100}]}])
+        args = self.rl_args("idle", "--data", rows, "--max-idle-steps", 3)
+        done = run("rl", *args, env=ONE_THREAD)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("step 3: in 3 rollouts in a row the completions of each prompt had equal rewards", done.stderr)
+        out = os.path.join(self.top, "idle")
+        self.assertEqual(checkpoints(out), ["step_00000002"])
+        for line in log(out):
+            self.assertTrue(line["idle"])
+            self.assertEqual((line["reward"], line["groups_left_out"], line["policy_tokens"]), (1, 4, 0))
+
+    def test_plan_counts_shared_memory_once(self):
+        def planned(*args):
+            done = run("plan", "--model", self.base, "--batch-size", 2, "--seq-len", 142, "--dtype", "fp32", "--json", *args)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return json.loads(done.stdout)["bytes"]["activations"]
+        alone, few, many = planned(), planned("--rollout-batch-size", 1), planned("--rollout-batch-size", 64)
+        self.assertLess(few, 1.1 * alone)  # what a policy's loss needs of each token
+        # Pages of 128 tokens: 2 for each sequence, of k and v in 2 layers of 1 head of 32 channels in fp32.
+        self.assertGreater(many, 64 * 2 * 128 * 2 * 2 * 32 * 4)
+        out = self.rl("planned", "--steps", 3, "--batch-size", 2, "--prompts", 8, "--completions", 8)
+        memory = log(out)[0]["memory"]
+        done = run("plan", "--model", self.base, "--batch-size", 2, "--seq-len", 142, "--dtype", "fp32", "--json",
+                   "--rollout-batch-size", 64)
+        self.assertEqual(json.loads(done.stdout)["total_bytes"], memory)
+
+    @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
+    def test_ranks_sample_what_one_does(self):
+        sizes = ["--steps", 3, "--completions", 8, "--lr", 1e-3]
+        one = log(self.rl("one_rank", *sizes))
+        for stage in (0, 1, 2):
+            name = f"stage_{stage}"
+            done = several_ranks.run(2, *self.rl_args(name, *sizes, "--zero-stage", stage), name="rl")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            for ours, theirs in zip(log(os.path.join(self.top, name)), one):
+                for key in ("reward", "reward_std", "completion_length", "groups_left_out", "policy_tokens"):
+                    self.assertAlmostEqual(ours[key], theirs[key])
+                self.assertFalse(theirs.get("idle"))
+                # Only the order of sums differs; a step's gradient is a sum of fewer than 10⁴ terms in fp32.
+                self.assertAlmostEqual(ours["grad_norm"], theirs["grad_norm"], delta=1e-3 * theirs["grad_norm"])
+
+    def test_refusals(self):
+        def refused(status, words, *args):
+            self.refused(status, words, "rl", *self.rl_args("refused", *args))
+        refused(2, ["--zero-stage 3", "at most 2"], "--zero-stage", 3)
+        refused(2, ["--kl", "--lora-rank"], "--kl", 0.1)
+        for option in ("--top-k", "--top-p", "--min-p", "--repeat-penalty"):
+            refused(2, [option, "--temperature"], option, 1)
+        refused(1, ["gpt2-tiny", "preset without weights"], "--model", "gpt2-tiny")
+        refused(2, ["--completions", "at least 2"], "--completions", 1)
+        refused(1, ["verifier"], "--data", write_rows(os.path.join(self.top, "bad.jsonl"),
+                                                      [{"prompt": "a", "answer": "b"}]))
+        done = run("rl", "--out", os.path.join(self.rl("changed", "--steps", 3)), "--resume", "--completions", 2)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("cannot change", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

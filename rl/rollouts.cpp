@@ -1,0 +1,326 @@
+#include "rl/rollouts.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "data/loader.h"
+#include "driver/inference.h"
+#include "driver/sequence_loss.h"
+#include "infer/prompts.h"
+#include "rl/advantages.h"
+#include "runtime/device/convert_dtype.h"
+#include "runtime/files/files.h"
+#include "runtime/signals.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) {
+    return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+EngineOptions engine_options(const Trainer& t) {
+    EngineOptions out = rollout_engine(t.options, t.ctx.world);
+    out.sampled_vocab = sampled_vocab(t.model.config, t.tokenizer.get());
+    out.sampling.seed = t.options.seed;
+    return out;
+}
+
+// Of all ranks, in their order.
+template <typename T>
+std::vector<T> gathered(const Context& ctx, const std::vector<T>& own) {
+    std::vector<T> all(own.size() * size_t(ctx.world));
+    ctx.comm->all_gather_host(all.data(), own.data(), own.size() * sizeof(T));
+    return all;
+}
+
+}  // namespace
+
+Rollouts::Rollouts(Trainer& t)
+    : trainer(t),
+      options(t.options.rollout),
+      data(*t.setup.rollout),
+      own_prompts(options.prompts / t.ctx.world),
+      scorer(t.options.scorer),
+      engine(t.model.config, engine_options(t), t.ctx.stream) {
+    allocate_engine();
+    if (options.completions_every && t.ctx.rank == 0)
+        completions_log = std::make_unique<RunLog>(join_path(t.options.out, "completions.jsonl"), t.step);
+}
+
+void Rollouts::allocate_engine() {
+    const Context& ctx = trainer.ctx;
+    const Model& model = trainer.model;
+    const Tensor memory = trainer.acts.rollout;
+    const int64_t bank_at = ArenaPlan::aligned(engine.bytes());
+    weights = inference_weights(model);
+    if (model.adapters) {
+        bank.emplace(model.table, 1, engine.options.adapter_rank, engine.options.dtype);
+        bank->allocate(ctx.stream, memory.rows(bank_at, bank_at + bank->bytes()));
+        weights.adapters = bank->blocks();
+        for (BlockWeights& block : weights.blocks)
+            for (LinearWeights* layer : {&block.qkv, &block.proj, &block.fc, &block.fcproj}) layer->lora = {};
+    }
+    if (options.temperature != 1) {  // then the logits are divided by it, as training's are
+        Tensor* const tensors[] = {&weights.normf.weight, &weights.normf.bias};
+        int64_t bytes = 0;
+        for (const Tensor* t : tensors) bytes += *t ? ArenaPlan::aligned(t->bytes()) : 0;
+        scaled_norm = Arena(bytes, "final norm of rollouts");
+        int64_t at = 0;
+        for (Tensor* t : tensors) {
+            if (!*t) continue;
+            *t = scaled_norm.at(at, t->dtype, {t->shape[0]});
+            at += ArenaPlan::aligned(t->bytes());
+        }
+    }
+    load_weights();
+    engine.allocate(weights, memory.rows(0, engine.bytes()));
+}
+
+// What the engine has of its own beside the weights that the run trains.
+void Rollouts::load_weights() {
+    const Context& ctx = trainer.ctx;
+    const Model& model = trainer.model;
+    if (bank) {
+        bank->clear(ctx.stream);
+        bank->store(0, ctx, model);
+    }
+    if (options.temperature == 1) return;
+    const std::pair<Tensor, Tensor> scaled[] = {{weights.normf.weight, model.weight(NORMF_W)},
+                                                {weights.normf.bias, model.weight(bias_of(NORMF_W))}};
+    for (const auto& [to, from] : scaled) {
+        if (!to) continue;
+        std::vector<float> values = fetch_floats(ctx, from);
+        for (float& value : values) value = float(double(value) / options.temperature);
+        std::vector<char> bytes(size_t(to.bytes()));
+        convert_from_float(bytes.data(), to.dtype, values.data(), int64_t(values.size()));
+        copy_to_device(to.data, bytes.data(), bytes.size(), ctx.stream);
+        synchronize(ctx.stream);  // `bytes` is a local variable
+    }
+}
+
+std::string Rollouts::describe() const {
+    return str(with_commas(int64_t(data.problems.size())), " prompts of up to ", data.prompts.longest, " tokens; ",
+               options.prompts, " prompts x ", options.completions, " completions of up to ", options.max_tokens,
+               " tokens a rollout", options.updates > 1 ? str(", ", options.updates, " updates each") : "");
+}
+
+// Each pass over the problems has another order.
+size_t Rollouts::problem_of(int64_t prompt) const {
+    const auto n = uint64_t(data.problems.size()), i = uint64_t(prompt);
+    return size_t(permute(trainer.options.seed, i / n, i % n, n));
+}
+
+int64_t Rollouts::begin_step(int64_t step) {
+    next_batch = 0;
+    update = step % options.updates;
+    if (update > 0) {
+        for (Batch& batch : batches) batch.old_policy = true;
+        return int64_t(batches.size());
+    }
+    const int64_t rollout = step / options.updates;
+    entries.clear();
+    if (!sample(rollout)) return 0;
+    score();
+    std::vector<Summary> own;
+    for (const Sampled& s : sampled) own.push_back({s.reward, int64_t(s.tokens.size()), s.truncated});
+    const std::vector<Summary> all = gathered(trainer.ctx, own);
+    log_rewards(all);
+    log_verifiers();
+    learn_from(all);
+    add_log_probabilities();
+    if (options.completions_every && rollout % options.completions_every == 0) write_completions(step + 1);
+    return idle_too_long(batches[0].loss_tokens > 0, step) ? 0 : int64_t(batches.size());
+}
+
+bool Rollouts::sample(int64_t rollout) {
+    const Context& ctx = trainer.ctx;
+    const auto begin = Clock::now();
+    for (int64_t slot = 0; slot < engine.options.slots; slot++) {
+        engine.retire(slot);
+        engine.truncate(slot);
+    }
+    load_weights();
+    engine.restart();
+    sampled.clear();
+    std::vector<Request> requests;
+    sampled.reserve(size_t(own_prompts * options.completions));
+    for (int64_t p = ctx.rank * own_prompts; p < (ctx.rank + 1) * own_prompts; p++)
+        for (int64_t g = 0; g < options.completions; g++) {
+            const int64_t prompt = rollout * options.prompts + p;
+            const size_t problem = problem_of(prompt);
+            sampled.push_back({problem, Completion(trainer.tokenizer.get(), data.completion), {}, {}, {}});
+            requests.push_back(
+                {data.prompts.tokens[problem], 0, prompt * options.completions + g, &sampled.back().completion, {}});
+            requests.back().adapter = bank ? 0 : -1;
+        }
+    ContextPolicy whole;  // a prompt and its completion fit
+    whole.slide = false;
+    const GenerateStatistics statistics = generate(engine, requests, whole, [&] {
+        trainer.watchdog.state("sampling completions", trainer.step + 1);
+        return stop_requested();
+    });
+    if (trainer.stopping()) return false;
+    for (size_t i = 0; i < sampled.size(); i++) {
+        Sampled& s = sampled[i];
+        s.tokens = s.completion.tokens();
+        s.logps = s.completion.logprobs();
+        s.truncated = requests[i].end < 0;
+        if (s.truncated) continue;
+        s.tokens.push_back(requests[i].end);
+        s.logps.push_back(requests[i].end_logprob);
+    }
+    const double seconds = seconds_since(begin);
+    int64_t tokens = 0;
+    for (const int64_t n : ctx.comm->all_gather_host(statistics.completion_tokens)) tokens += n;
+    entries.emplace_back("rollout_seconds", seconds);
+    entries.emplace_back("rollout_tokens_per_s", double(tokens) / seconds);
+    return true;
+}
+
+void Rollouts::score() {
+    trainer.watchdog.state("scoring completions", trainer.step + 1);
+    const auto begin = Clock::now();
+    std::vector<Scorer::Attempt> attempts;
+    for (const Sampled& s : sampled) attempts.push_back({&data.problems[s.problem], s.completion.text()});
+    const std::vector<std::vector<double>> scores = scorer.score(attempts);
+    for (size_t i = 0; i < sampled.size(); i++) {
+        Sampled& s = sampled[i];
+        s.scores = scores[i];
+        s.reward = data.problems[s.problem].reward(s.scores);
+        require(std::isfinite(s.reward),
+                "the reward of a completion is not finite; lower the weights of its verifiers");
+    }
+    entries.emplace_back("scoring_seconds", seconds_since(begin));
+    if (trainer.options.scorer.zero_on_error) entries.emplace_back("verifier_errors", double(scorer.failures()));
+}
+
+// Makes the batches of this rank. Every rank has as many, and divides by the same.
+void Rollouts::learn_from(const std::vector<Summary>& all) {
+    const Context& ctx = trainer.ctx;
+    const TrainOptions& o = trainer.options;
+    const int64_t G = options.completions, first = ctx.rank * own_prompts * G;
+    std::vector<double> rewards;
+    std::vector<int64_t> lengths;
+    for (const Summary& s : all) {
+        rewards.push_back(s.reward);
+        lengths.push_back(options.keep_truncated || !s.truncated ? s.length : 0);
+    }
+    const std::vector<float> of_all = advantages(rewards, G, options.advantage);
+    int64_t left_out = 0;
+    for (size_t begin = 0; begin < rewards.size(); begin += size_t(G)) left_out += !group_differs(rewards, begin, G);
+    entries.emplace_back("groups_left_out", double(left_out));
+
+    const auto learns_from = [&](size_t i) {  // without a difference of rewards only the KL has a gradient
+        const bool differs = group_differs(rewards, i / size_t(G) * size_t(G), G);
+        return (differs || options.policy.kl > 0) && (options.keep_truncated || !all[i].truncated);
+    };
+    std::vector<PolicyExample> examples;
+    for (size_t i = 0; i < sampled.size(); i++) {
+        const size_t of_run = size_t(first) + i;
+        if (!learns_from(of_run)) continue;
+        const Sampled& s = sampled[i];
+        examples.push_back({&data.prompts.tokens[s.problem], s.tokens, s.logps, of_all[of_run],
+                            token_weight(options.loss_norm, int64_t(s.tokens.size()))});
+    }
+    const int64_t room = trainer.max_sequences();
+    batches = completion_batches(examples, o.batch_size, o.seq_len, room);
+    const std::vector<int64_t> counts = ctx.comm->all_gather_host(int64_t(batches.size()));
+    const int64_t most = std::max<int64_t>(*std::max_element(counts.begin(), counts.end()), 1);
+    while (int64_t(batches.size()) < most) batches.push_back(empty_batch(o.batch_size, o.seq_len, room));
+    trained_tokens = 0;
+    bool any = false;
+    for (size_t i = 0; i < all.size(); i++) {
+        if (!learns_from(i)) continue;
+        any = true;
+        const int64_t prompt = int64_t(trainer.step / options.updates * options.prompts) + int64_t(i) / G;
+        trained_tokens += int64_t(data.prompts.tokens[problem_of(prompt)].size()) + all[i].length - 1;
+    }
+    if (any) batches[0].loss_tokens = loss_divisor(options.loss_norm, lengths, options.max_tokens);
+}
+
+// The reference is the model without its adapters.
+void Rollouts::add_log_probabilities() {
+    const auto add = [&](bool adapters, float Batch::PolicyTerms::*field) {
+        for (Batch& batch : batches) {
+            const std::vector<float> logps = target_logps(trainer.ctx, trainer.model, trainer.acts, batch, adapters);
+            for (size_t i = 0; i < logps.size(); i++) batch.policy[i].*field = logps[i];
+        }
+    };
+    trainer.watchdog.state("computing log-probabilities", trainer.step + 1);
+    if (options.policy.kl > 0) add(false, &Batch::PolicyTerms::reference_logp);
+    if (options.updates > 1) add(true, &Batch::PolicyTerms::old_logp);
+}
+
+void Rollouts::log_rewards(const std::vector<Summary>& all) {
+    const auto n = double(all.size());
+    double sum = 0, squares = 0, length = 0, truncated = 0;
+    for (const Summary& s : all) {
+        sum += s.reward;
+        length += double(s.length);
+        truncated += double(s.truncated);
+    }
+    for (const Summary& s : all) squares += (s.reward - sum / n) * (s.reward - sum / n);
+    entries.emplace_back("reward", sum / n);
+    entries.emplace_back("reward_std", std::sqrt(squares / n));
+    entries.emplace_back("completion_length", length / n);
+    entries.emplace_back("truncated", truncated / n);
+}
+
+// The mean score by each verifier, where the file names several.
+void Rollouts::log_verifiers() {
+    std::map<std::string, std::pair<double, double>> by_name;  // sum and number
+    for (const Problem& p : data.problems)
+        for (const WeightedVerifier& v : p.verifiers) by_name[v.name] = {0, 0};
+    if (by_name.size() < 2) return;
+    for (const Sampled& s : sampled)
+        for (size_t v = 0; v < s.scores.size(); v++) {
+            auto& [sum, number] = by_name[data.problems[s.problem].verifiers[v].name];
+            sum += s.scores[v];
+            number++;
+        }
+    std::vector<std::pair<double, double>> own;
+    for (const auto& [name, score] : by_name) own.push_back(score);
+    const std::vector<std::pair<double, double>> all = gathered(trainer.ctx, own);
+    size_t i = 0;
+    for (const auto& [name, score] : by_name) {
+        double sum = 0, number = 0;
+        for (size_t at = i; at < all.size(); at += own.size()) {
+            sum += all[at].first;
+            number += all[at].second;
+        }
+        if (number > 0) entries.emplace_back("reward_" + name, sum / number);
+        i++;
+    }
+}
+
+// Those of rank 0.
+void Rollouts::write_completions(int64_t step) {
+    if (!completions_log) return;
+    for (const Sampled& s : sampled) {
+        const Problem& p = data.problems[s.problem];
+        nlohmann::ordered_json scores;
+        for (size_t v = 0; v < s.scores.size(); v++) scores[p.verifiers[v].name] = s.scores[v];
+        const nlohmann::ordered_json line = {{"step", step},
+                                             {"prompt", p.prompt},
+                                             {"answer", p.answer},
+                                             {"completion", s.completion.text()},
+                                             {"reward", s.reward},
+                                             {"scores", scores},
+                                             {"tokens", s.tokens.size()},
+                                             {"finish", s.completion.finish()}};
+        completions_log->write(line);
+    }
+}
+
+bool Rollouts::idle_too_long(bool differs, int64_t step) {
+    idle_steps = differs ? 0 : idle_steps + 1;
+    if (!options.max_idle_steps || idle_steps < options.max_idle_steps) return false;
+    note(str("step ", step + 1, ": in ", idle_steps, " rollouts in a row the completions of each prompt had equal ",
+             "rewards, so there is nothing to learn (--max-idle-steps)"));
+    return true;
+}
