@@ -142,7 +142,7 @@ struct RunShape {
     Fp8Options fp8;               // the linear layers of the blocks whose operands are quantised
     int64_t update_bytes = 0;     // update_workspace_bytes() of the model in training
     std::array<int64_t, NUM_LINEAR_LAYERS> lora_widths{};  // LoraTable::widths of the adapters in training; 0: none
-    int64_t adapter_elements = 0;                          // of all adapters in training
+    int64_t adapter_elements = 0, lora_vocabulary = 0;     // of all adapters in training; LoraTable::vocabulary
     int64_t nf4_weight = 0;                                // QLoRA: elements of the largest weight in NF4; 0: none
     std::optional<Packing> packing = {};                   // of the matrices, for inference
     std::optional<PreferenceOptions> preference = {};      // training on pairs (driver/sequence_loss.h)
@@ -208,7 +208,7 @@ struct HeadActs {
     Tensor fp8_rows, fp8_columns;      // bytes: codes of an operand by rows, [N, inputs] or [N, outputs];
                                        // of a gradient by columns, [outputs, N]
     Tensor fp8_weight;                 // bytes: codes of a weight that is not kept, or not transposed
-    Tensor dlow_rank;                  // LoRA: the gradient of a linear layer's A·x
+    Tensor low_rank, dlow_rank;        // LoRA: A·x of embedding or head; the gradient of that, or of a linear layer's
     Tensor base_weight;                // QLoRA: a weight out of NF4
     Tensor update_workspace;           // bytes: Muon's updates and what Newton-Schulz needs
     Tensor sums, scalars;              // [ranks, NUM_STEP_SUMS] fp64; StepScalars

@@ -485,6 +485,7 @@ Tensor head_forward(const Pass& p, Tensor inp) {
     const Tensor out = p.acts.logits.rows(0, inp.shape[0]);
     const LinearWeights w = linear_weights(p.model, p.model.head());
     w.packed ? packed_forward(p, out, inp, w) : matmul_forward(out, inp, w.weight, w.bias, p.stream());
+    if (p.adapters && w.lora.a) add_low_rank(out, p.acts.low_rank.rows(0, inp.shape[0]), inp, w.lora, p.stream());
     return out;
 }
 
@@ -509,6 +510,8 @@ LinearCrossEntropy head_of(const Pass& p, const Tensor& inp, int64_t begin, int6
     head.bias = p.model.weight(HEAD_B);
     head.V = p.model.config.vocab_size;
     head.softcap = p.model.config.logit_softcap;
+    head.lora = adapter_of(p, p.model.head());
+    if (head.lora.a) head.low_rank = p.acts.low_rank.rows(0, end - begin);
     return head;
 }
 
@@ -567,6 +570,11 @@ void head_forward_backward(const Pass& p, float dloss, bool first_micro) {
         head.accumulate = dweight.add || begin > 0;
         head.dweight = dweight.t;
         head.dbias = p.grad(HEAD_B).t;
+        if (!head.lora.a) return head;
+        head.accumulate = p.grads->accumulate() || begin > 0;
+        head.dlow_rank = acts.dlow_rank.rows(0, end - begin).columns(0, head.lora.a.shape[0]);
+        head.da = p.model.adapters->gradient(*p.grads, lora_a(HEAD_W));
+        head.db = p.model.adapters->gradient(*p.grads, lora_b(HEAD_W));
         return head;
     };
     if (acts.shape.preference)
@@ -757,9 +765,10 @@ void mlp_half_backward(const Block& b, Into dinp, Tensor dout) {
     linear_backward(b, FC_W, dinp, dfc, fc_input(a), {});
 }
 
-// Whether a block's input needs a gradient: nothing below the first block is trained where the base is frozen.
+// Whether a block's input needs a gradient: below the first block nothing but an adapter of the embedding is trained
+// where the base is frozen.
 bool passes_gradient_on(const Block& b) {
-    return b.l > 0 || !b.p.model.table.frozen;
+    return b.l > 0 || !b.p.model.table.frozen || adapter_of(b.p, WTE).a;
 }
 
 // The attention half, from the gradient of proj's output to that of the QKV projection's input.
@@ -809,17 +818,17 @@ void backward(const Pass& p, float dloss, bool first_micro, bool last_micro) {
     Gradients& grads = *p.grads;
     const int64_t n = p.in.n;
     grads.begin(first_micro, last_micro, acts.micro_step);
-    const bool frozen = model.table.frozen;  // then only the layers' adapters have gradients
-    if (!frozen) {
-        grads.open(model.fp32_group(), p.stream());
-        grads.open(model.head_group(), p.stream());
-    }
+    const bool frozen = model.table.frozen;  // then only adapters have gradients
+    const bool trains_head = !frozen || adapter_of(p, model.head()).a,
+               trains_embedding = !frozen || adapter_of(p, WTE).a;
+    if (!frozen) grads.open(model.fp32_group(), p.stream());
+    if (trains_head) grads.open(model.head_group(), p.stream());
     head_forward_backward(p, dloss, first_micro);
     if (acts.shape.preference)
         sum_pairs(p, !first_micro);
     else if (!acts.shape.rollout)
         sum_losses(acts.loss_sum, acts.losses.rows(0, p.in.head_tokens()), !first_micro, p.stream());
-    if (!model.config.tied && !frozen) grads.close(model.head_group(), p.stream());
+    if (!model.config.tied && trains_head) grads.close(model.head_group(), p.stream());
     const Tensor dx = acts.dx.rows(0, n);
     const int64_t last = model.config.layers - 1;
     grads.open(model.layer_group(last), p.stream());
@@ -836,11 +845,16 @@ void backward(const Pass& p, float dloss, bool first_micro, bool last_micro) {
         (norm_after ? block_backward_norm_after : block_backward)(b, dx);
         grads.close(model.layer_group(l), p.stream());
     }
-    if (frozen) return grads.end(p.stream());
+    if (!trains_embedding) return grads.end(p.stream());
     if (!model.config.tied) grads.open(0, p.stream());
     if (model.config.embedding_norm) norm_backward(p, EMBEDNORM_W, -1, embedding_norm(p, dx), {over(dx), dx, {}});
     {
         const Range embedding(p.ctx.profiler, "embedding");
+        if (frozen) {
+            embedding_adapter_backward(p, dx);
+            grads.close(0, p.stream());
+            return grads.end(p.stream());
+        }
         // The gradient of a tied embedding already holds the head's part of this micro-step.
         const Into dwte = p.grad(WTE), dwpe = p.grad(WPE);
         embedding_backward(dwte.t, dwpe.t, dx, p.in.tokens, p.in.positions, acts.scratch, dwte.add || model.config.tied,

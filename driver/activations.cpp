@@ -119,6 +119,7 @@ enum Dims {
     N_LORA_PROJ,
     N_LORA_FC,
     N_LORA_FCPROJ,
+    N_LORA_VOCABULARY,
     NF4_WEIGHT  // the largest weight in NF4
 };
 
@@ -296,6 +297,7 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::fp8_rows, "fp8_rows", FP8_ROWS, CODES, START, UPDATE, FP8_MATMULS},
     {&HeadActs::fp8_columns, "fp8_columns", FP8_COLUMNS, CODES, HEAD, UPDATE, FP8},
     {&HeadActs::fp8_weight, "fp8_weight", FP8_WEIGHT, CODES, START, UPDATE, FP8_WEIGHTS},
+    {&HeadActs::low_rank, "low_rank", N_LORA_VOCABULARY, MODEL, START, UPDATE, LORA},
     {&HeadActs::dlow_rank, "dlow_rank", N_LORA, MODEL, HEAD, UPDATE, TRAIN | LORA},
     {&HeadActs::base_weight, "base_weight", NF4_WEIGHT, MODEL, START, UPDATE, NF4},
     {&HeadActs::update_workspace, "update_workspace", UPDATE_BYTES, DType::U8, UPDATE, UPDATE, TRAIN},
@@ -366,7 +368,7 @@ int64_t scratch_bytes(const ModelConfig& c, const RunShape& shape) {
     // Sampling needs less than the embedding's gradient on a GPU, and nothing on the CPU.
     return std::max(
         {layernorm_backward_scratch(N, C, on), rmsnorm_backward_scratch(N, C, on),
-         embedding_backward_scratch(N, c.padded_vocab(), C, on),
+         embedding_backward_scratch(N, c.padded_vocab(), std::max(C, shape.lora_vocabulary), on),
          attention_backward_scratch(N, c.heads, c.head_size, shape.deterministic, shape.T, on),
          c.has_linear_attention() ? linear_attention_backward_scratch(linear_sizes(c, shape), on) : 0,
          c.layers_of(AttentionType::GatedLinear) ? rmsnorm_backward_scratch(N * c.heads, c.head_size, on) : 0,
@@ -379,7 +381,7 @@ int64_t scratch_bytes(const ModelConfig& c, const RunShape& shape) {
 }
 
 int64_t widest_adapter(const RunShape& shape) {
-    return *std::max_element(shape.lora_widths.begin(), shape.lora_widths.end());
+    return std::max(*std::max_element(shape.lora_widths.begin(), shape.lora_widths.end()), shape.lora_vocabulary);
 }
 
 // Attention sums the gradient of the QKV projection's bias where nothing lies between the two, and the bias is trained.
@@ -478,6 +480,8 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
         case N_LORA_FC:
         case N_LORA_FCPROJ:
             return {N, shape.lora_widths[size_t(dims - N_LORA_QKV)]};
+        case N_LORA_VOCABULARY:
+            return {N, shape.lora_vocabulary};
         case NF4_WEIGHT: {  // fp8 codes come straight out of NF4
             const bool all_fp8 = shape.fp8.on && !shape.fp8.skip_first && !shape.fp8.skip_last;
             return {all_fp8 ? 0 : shape.nf4_weight};
@@ -570,7 +574,7 @@ void Activations::plan_whole_pass(Acts& acts, const Table& table) {
     const unsigned holds = conditions(config, shape);
     for (const PassRow<Acts>& row : table) {
         const std::vector<int64_t> dims = sizes(row.dims, config, shape);
-        if ((row.when & ~holds) || dims[0] == 0) continue;  // 0 bytes: no kernel needs this scratch
+        if ((row.when & ~holds) || dims[0] == 0 || dims.back() == 0) continue;  // no kernel needs this scratch
         add({&(acts.*row.field)}, row.name, row.dtype.value_or(shape.dtype), dims, time(row.first), time(row.last));
     }
 }

@@ -1,6 +1,7 @@
 #include "driver/pass.h"
 
 #include "kernels/embedding.h"
+#include "kernels/matmul.h"
 
 namespace {
 
@@ -59,4 +60,26 @@ void embed(const Pass& p, Tensor out) {
         embedding_forward(out, p.in.tokens, p.in.positions, wte, wpe, p.stream());
     else
         embedding_forward(out, p.in.tokens, p.in.positions, *linear_weights(p.model, WTE).packed, wpe, p.stream());
+    if (const LoraWeights lora = adapter_of(p, WTE); lora.a) {
+        const Tensor low_rank = p.acts.low_rank.rows(0, p.in.n);
+        embedding_forward(low_rank, p.in.tokens, p.in.positions, lora.a, {}, p.stream());
+        matmul(out, low_rank, lora.b, false, true, true, p.stream(), lora.scale);
+    }
+}
+
+void embedding_adapter_backward(const Pass& p, Tensor dx) {
+    const LoraWeights lora = adapter_of(p, WTE);
+    const Model& adapters = *p.model.adapters;
+    const bool accumulate = p.grads->accumulate();
+    const Tensor low_rank = p.acts.low_rank.rows(0, p.in.n),
+                 dlow_rank = p.acts.dlow_rank.rows(0, p.in.n).columns(0, lora.b.shape[1]);
+    embedding_forward(low_rank, p.in.tokens, p.in.positions, lora.a, {}, p.stream());
+    matmul(adapters.gradient(*p.grads, lora_b(WTE)), dx, low_rank, true, false, accumulate, p.stream(), lora.scale);
+    matmul(dlow_rank, dx, lora.b, false, false, false, p.stream(), lora.scale);
+    embedding_backward(adapters.gradient(*p.grads, lora_a(WTE)), {}, dlow_rank, p.in.tokens, p.in.positions,
+                       p.acts.scratch, accumulate, false, p.stream());
+}
+
+LoraWeights adapter_of(const Pass& p, Role role) {
+    return p.adapters ? linear_weights(p.model, role).lora : LoraWeights{};
 }

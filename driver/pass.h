@@ -59,6 +59,10 @@ Block block_of(const Pass& p, int64_t l);
 
 // Writes the embeddings of the pass's tokens and positions.
 void embed(const Pass& p, Tensor out);
+// The adapter of the embedding (WTE) or of an untied head; without one all its tensors are null.
+LoraWeights adapter_of(const Pass& p, Role role);
+// The gradients of the embedding's adapter from that of embed()'s out.
+void embedding_adapter_backward(const Pass& p, Tensor dx);
 // Views of weights; null where the model has none.
 LinearWeights linear_weights(const Model& model, Role role, int64_t l = -1);
 BlockWeights block_weights(const Model& model, int64_t l);

@@ -120,6 +120,7 @@ void set_adapters(RunShape& shape, const Model& model) {
     shape.fp8 = fp8_options(shape.fp8, model);
     if (model.lora) {
         shape.lora_widths = model.lora->widths;
+        shape.lora_vocabulary = model.lora->vocabulary;
         shape.adapter_elements = model.adapters->table.total;
     }
     if (model.nf4) shape.nf4_weight = model.nf4->largest();

@@ -579,6 +579,11 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             " is too large; lower one of them");
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, this_target());
     check_lora(o.lora, o.random_weights, source);
+    if (o.rollout.on() && o.lora.on())
+        require(!LoraTable(parameter_table(source.config, 1), o.lora, 1).vocabulary, "--lora-targets ",
+                o.lora.targets.back(),
+                ": rollouts take adapters of the blocks' matrices alone; leave out those of "
+                "embedding and head");
     check_grad_rounding(o, world, backend_device());
     check_pairs(o, source, all_data);
 

@@ -3,10 +3,13 @@
 //   logits = inp·weightᵀ + bias,   losses and dlogits as in kernels/cross_entropy.h
 //   dinp = dlogits·weight,   dweight (+)= dlogitsᵀ·inp,   dbias (+)= Σ_n dlogits[n]
 //
+// With a LoRA adapter of the weight (models/lora.h) logits += s·h·bᵀ, where h = inp·aᵀ. With dh = s·dlogits·b:
+//   db (+)= s·dlogitsᵀ·h,   da (+)= dhᵀ·inp,   dinp += dh·a
+//
 // n tokens, C channels, vocabulary size V, Vp ≥ V rows of weight. The driver calls it on chunks of tokens, so that no
 // [B·T, Vp] buffer exists. T is the dtype of inp: fp32, on CUDA also bf16 and fp16.
 //
-// On Hopper, in bf16 and without bias and softcap, no pass over the logits follows the matmul
+// On Hopper, in bf16 and without bias, softcap and adapter, no pass over the logits follows the matmul
 // (kernels/cross_entropy_hopper.h). Elsewhere matmul.h and cross_entropy.h compute it one after the other.
 //
 // Throws Error as matmul.h and cross_entropy.h do; a target outside [0, V) is treated as there.
@@ -14,6 +17,7 @@
 
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
+#include "runtime/model/linear_weight.h"
 #include "runtime/model/softcap_config.h"
 
 struct LinearCrossEntropy {
@@ -30,7 +34,11 @@ struct LinearCrossEntropy {
     float dloss = 1;  // the gradient of each token's loss: 1/(tokens of the step)
     Tensor dlosses;   // fp32 [n]: instead of dloss, one for each token; null: dloss. Of ignored tokens any value
     Softcap softcap;  // of the logits
-    bool accumulate = false;  // dweight and dbias are added to, else overwritten
+    bool accumulate = false;  // gradients of parameters are added to, else overwritten
+    LoraWeights lora;         // a [R, C], b [V, R] T, scale; a null: no adapter
+    Tensor low_rank;          // [n, R] T, scratch of an adapter: h, which may not change between the two calls below
+    Tensor dlow_rank;         // [n, R] T, scratch
+    Tensor da, db;            // of a's and b's shape, fp32 or T
 };
 
 void linear_cross_entropy(const LinearCrossEntropy& x, Stream stream);
@@ -43,3 +51,6 @@ void linear_cross_entropy_gradient(const LinearCrossEntropy& x, Stream stream);
 
 // The losses alone, with the same bits. dinp, dweight, dbias and dloss are not used, and inp is not changed.
 void linear_cross_entropy_forward(const LinearCrossEntropy& x, Stream stream);
+
+// out [n, V or more] += s·(inp·aᵀ)·bᵀ: the adapter's part of logits. low_rank [n, R] receives inp·aᵀ.
+void add_low_rank(Tensor out, Tensor low_rank, Tensor inp, const LoraWeights& lora, Stream stream);

@@ -94,7 +94,7 @@ void Gradients::begin(bool first_micro_step, bool last_micro_step, Tensor number
 }
 
 void Gradients::open(int group, Stream stream) {
-    if (state.empty()) return;
+    if (state.empty() || group >= table->num_groups()) return;  // beyond the last layer with an adapter
     const BufferState& own = state[size_t(buffers.buffer(group))];
     if (own.used) {
         const Range range(ctx->profiler, "wait for a buffer");
@@ -115,6 +115,7 @@ void Gradients::open(int group, Stream stream) {
 }
 
 void Gradients::close(int group, Stream stream) {
+    if (group >= table->num_groups()) return;
     if (sharding.world == 1 || (!last && !sharding.splits_gradients())) {
         if (options.in_matmul && last) round_fp32_sums(group, stream);
         if (state.empty() || !table->group_size(group)) return;

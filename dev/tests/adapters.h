@@ -43,6 +43,22 @@ void for_each_adapter(const Model& model, F f) {
     }
 }
 
+// Left [rows, R] and right [R, cols] of which an adapter is the product, less s: B and A, or of the embedding A and Bᵀ.
+struct AdapterFactors {
+    std::vector<double> left, right;
+};
+inline AdapterFactors adapter_factors(const Param& p, const Param& b, const LoraPart& part, int64_t a_row,
+                                      int64_t b_row, const std::vector<float>& A, const std::vector<float>& B) {
+    const int64_t R = b.cols, C = p.cols;
+    if (p.role != WTE)
+        return {{B.begin() + b_row * R, B.begin() + (b_row + part.rows) * R},
+                {A.begin() + a_row * C, A.begin() + (a_row + R) * C}};
+    AdapterFactors f{{A.begin(), A.begin() + part.rows * R}, std::vector<double>(size_t(R * C))};
+    for (int64_t c = 0; c < C; c++)
+        for (int64_t r = 0; r < R; r++) f.right[size_t(r * C + c)] = double(B[size_t(c * R + r)]);
+    return f;
+}
+
 // The model with its adapters merged, without rounding except to fp32.
 inline void merge(const Driver& lora, const Driver& merged) {
     copy_weights(merged.model, lora.model);
@@ -50,12 +66,13 @@ inline void merge(const Driver& lora, const Driver& merged) {
     for_each_adapter(lora.model, [&](const Param& p, const Param& a, const Param& b, const LoraPart& part,
                                      int64_t a_row, int64_t b_row) {
         std::vector<float> w = fetch_param(merged.model, p);
-        const std::vector<float> A = fetch_param(*lora.model.adapters, a), B = fetch_param(*lora.model.adapters, b);
+        const AdapterFactors f = adapter_factors(p, b, part, a_row, b_row, fetch_param(*lora.model.adapters, a),
+                                                 fetch_param(*lora.model.adapters, b));
         for (int64_t i = 0; i < part.rows; i++) {
             for (int64_t c = 0; c < p.cols; c++) {
                 double sum = 0;
                 for (int64_t r = 0; r < b.cols; r++)
-                    sum += double(B[size_t((b_row + i) * b.cols + r)]) * double(A[size_t((a_row + r) * p.cols + c)]);
+                    sum += f.left[size_t(i * b.cols + r)] * f.right[size_t(r * p.cols + c)];
                 float& to = w[size_t((part.row + i) * p.cols + c)];
                 to = float(double(to) + s * sum);
             }
@@ -100,20 +117,19 @@ inline std::vector<AdapterGradients> adapter_gradients(const Driver& lora, const
                                      int64_t a_row, int64_t b_row) {
         const int64_t R = b.cols, C = p.cols;
         const std::vector<double>& dW = dense.at(p.name);
-        const std::vector<float> A = fetch_param(adapters, a), B = fetch_param(adapters, b),
-                                 da = fetch_floats(lora.ctx, lora.optimizer.grads.tensor(a)),
-                                 db = fetch_floats(lora.ctx, lora.optimizer.grads.tensor(b));
-        AdapterGradients g{str(p.name, " row ", part.row),
-                           {da.begin() + a_row * C, da.begin() + (a_row + R) * C},
-                           {db.begin() + b_row * R, db.begin() + (b_row + part.rows) * R},
-                           std::vector<double>(size_t(R * C), 0),
+        const AdapterFactors f =
+            adapter_factors(p, b, part, a_row, b_row, fetch_param(adapters, a), fetch_param(adapters, b));
+        const AdapterFactors got =
+            adapter_factors(p, b, part, a_row, b_row, fetch_floats(lora.ctx, lora.optimizer.grads.tensor(a)),
+                            fetch_floats(lora.ctx, lora.optimizer.grads.tensor(b)));
+        AdapterGradients g{str(p.name, " row ", part.row), got.right, got.left, std::vector<double>(size_t(R * C), 0),
                            std::vector<double>(size_t(part.rows * R), 0)};
         for (int64_t i = 0; i < part.rows; i++) {
             for (int64_t r = 0; r < R; r++) {
                 for (int64_t c = 0; c < C; c++) {
                     const double d = s * dW[size_t((part.row + i) * C + c)];
-                    g.expected_a[size_t(r * C + c)] += double(B[size_t((b_row + i) * R + r)]) * d;
-                    g.expected_b[size_t(i * R + r)] += double(A[size_t((a_row + r) * C + c)]) * d;
+                    g.expected_a[size_t(r * C + c)] += f.left[size_t(i * R + r)] * d;
+                    g.expected_b[size_t(i * R + r)] += f.right[size_t(r * C + c)] * d;
                 }
             }
         }

@@ -182,6 +182,43 @@ TEST(Lora, AdaptersOfOneLayer) {
     }
 }
 
+// Adapters of embedding and head, alone and beside those of a block: s·A·Bᵀ is added to the embedding, s·B·A to the
+// head. Also with a norm after the embedding, a softcap, a biased head, and several micro-steps.
+TEST(Lora, EmbeddingAndHead) {
+    constexpr int64_t B = 2, T = 11;
+    for (const char* name : {"llama", "modern_heads_of_16"})
+        for (const std::vector<std::string>& targets :
+             {std::vector<std::string>{"embed_tokens", "lm_head", "v_proj"}, {"embed_tokens"}, {"lm_head"}}) {
+            SCOPED_TRACE(str(name, " ", targets[0]));
+            const ModelConfig config = variant(name);
+            std::vector<std::string> named = targets;
+            if (std::string(name) != "llama")  // files of its own family name tensors as the table does
+                for (std::string& target : named)
+                    target = target == "embed_tokens" ? "wte" : target == "lm_head" ? "head" : "qkv";
+            const Batch batch = random_batch(config, B, T, 5);
+            RunShape shape = training_shape(B, T);
+            shape.recompute = targets.size() == 1 ? Recompute::Block : Recompute::None;
+            Driver lora = lora_driver(config, shape, lora_options(named)), merged(config, training_shape(B, T));
+            lora.randomise(3);
+            merge(lora, merged);
+            const std::vector<double> expected = merged.logits(batch);
+            EXPECT_LE(max_abs(difference(lora.logits(batch), expected)), 1e-5 * max_abs(expected));
+            const double loss = merged.gradients({batch});
+            EXPECT_NEAR(lora.gradients(split(batch, B, T)), loss, 1e-5 * loss);
+            const std::vector<AdapterGradients> all = adapter_gradients(lora, merged_gradients(merged, batch, B, T));
+            ASSERT_EQ(all.size(), targets.size() == 1 ? 1u : 4u);  // two layers
+            for (const AdapterGradients& g : all) {
+                EXPECT_LE(relative_rms(g.a, g.expected_a), 2e-5) << g.name;
+                EXPECT_LE(relative_rms(g.b, g.expected_b), 2e-5) << g.name;
+            }
+            lora.loss_tokens_only = true;
+            const std::vector<float> before = lora.grads();
+            lora.gradients({batch});
+            const std::vector<float> after = lora.grads();
+            EXPECT_LE(relative_rms({before.begin(), before.end()}, {after.begin(), after.end()}), 1e-5);
+        }
+}
+
 // To Muon A and B of each adapter are matrices of their own, with no second moment.
 TEST(Lora, MuonUpdatesEachAdapter) {
     constexpr double LR = 0.01;
@@ -237,8 +274,14 @@ TEST(Lora, TableHasTheNamesOfPeft) {
             LoraTable(base, lora_options({"q_proj", "proj"}), 1);
         },
         "--lora-targets proj: the model's blocks have no such linear layer; they have "
-        "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or give all-linear");
-    EXPECT_THROW(LoraTable(base, lora_options({"lm_head"}), 1), Error);
+        "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, and embedding and head embed_tokens,lm_head, or give "
+        "all-linear");
+    EXPECT_EQ(
+        tensor_names(LoraTable(base, lora_options({"embed_tokens", "lm_head"}), 1).params),
+        (std::vector<std::string>{"base_model.model.model.embed_tokens.lora_embedding_A",
+                                  "base_model.model.model.embed_tokens.lora_embedding_B",
+                                  "base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight"}));
+    EXPECT_THROW(LoraTable(gpt2, lora_options({"lm_head"}), 1), Error);
 }
 
 TEST(Lora, InitialValues) {

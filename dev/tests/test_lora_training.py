@@ -22,7 +22,8 @@ FIXTURES = os.path.join(ROOT, "dev", "fixtures", "lora_training")
 C, FFN, LAYERS, VOCAB = 32, 48, 2, 257
 # name: base, the options of the adapters, the learning rate.
 CASES = {"llama": ("llama", ["--lora-rank", 2, "--lora-alpha", 6, "--rslora"], 1e-2),
-         "gpt2": ("gpt2", ["--lora-rank", 4, "--lora-targets", "c_attn,c_proj"], 1e-2)}
+         "gpt2": ("gpt2", ["--lora-rank", 4, "--lora-targets", "c_attn,c_proj"], 1e-2),
+         "vocabulary": ("llama", ["--lora-rank", 2, "--lora-targets", "v_proj,embed_tokens,lm_head"], 1e-2)}
 STEPS, BATCH, SEQ_LEN = 20, 4, 64
 
 
@@ -212,6 +213,29 @@ class LoraTraining(CommandsTest):
                 half = self.resume(f"half{number}", "--steps", 6)
                 np.testing.assert_array_equal(losses(half), losses(whole))
                 self.same_state(half, whole)
+
+    def test_embedding_and_head(self):
+        """Resumed and recomputed bits, sums in bf16 and over ranks, and the logits of the run's merged model."""
+        lora = ("--lora-rank", 2, "--lora-targets", "layers.0.self_attn.v_proj,embed_tokens,lm_head")
+        total = ("--total-batch-tokens", 2 * BATCH * SEQ_LEN, "--schedule", "constant")
+        for name, args in (("fp32", ()), ("bf16", ("--optimizer-dtype", "bf16", "--grad-dtype", "bf16"))):
+            whole = self.train(name, *total, *args, "--recompute", "block", lora=lora)
+            self.train(name + "_half", "--steps", 3, *total, *args, lora=lora)
+            self.same_state(self.resume(name + "_half", "--steps", 6), whole)
+        whole, merged = self.path("fp32"), self.path("merged")
+        self.assertEqual(run("convert", whole, merged, "--merge").returncode, 0)
+        np.testing.assert_array_equal(self.logits(whole), self.logits(merged))
+        names = {name.removeprefix("base_model.model.") for name in tensors_of(newest(whole)) if "v_proj" not in name}
+        self.assertEqual(names, {"model.embed_tokens.lora_embedding_A", "model.embed_tokens.lora_embedding_B",
+                                 "lm_head.lora_A.weight", "lm_head.lora_B.weight"})
+        if several_ranks.WHY_NOT:
+            return
+        for stage in (1, 2, 3):
+            done = several_ranks.run(2, *self.options(f"stage{stage}", "--zero-stage", stage, *total, lora=lora))
+            self.assertEqual(done.returncode, 0, done.stderr)
+            np.testing.assert_allclose(losses(self.path(f"stage{stage}")), losses(whole), rtol=0, atol=2e-6)
+            self.assertLessEqual(distance(tensors_of(newest(self.path(f"stage{stage}"))), tensors_of(newest(whole))),
+                                 1e-4)
 
     def test_muon(self):
         """Muon moves adapters: resumed and recomputed bits, files without second moments, and the memory of a plan."""
@@ -497,8 +521,13 @@ class LoraTraining(CommandsTest):
             self.refused(2, words, "train", *self.options("run", *args))
         for args in (("--rslora",), ("--qlora",), ("--lora-alpha", 3), ("--lora-targets", "q_proj")):
             self.refused(2, ["--lora-rank"], "train", *self.options("run", *args, lora=()))
-        self.refused(1, ["--lora-targets lm_head", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"], "train",
-                     *self.options("run", "--lora-targets", "q_proj,lm_head"))
+        self.refused(1, ["--lora-targets head", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "lm_head"],
+                     "train", *self.options("run", "--lora-targets", "q_proj,head"))
+        for target in ("lm_head", "wte"):
+            self.refused(1, [f"--lora-targets {target}", "tied"], "train",
+                         *self.options("run", "--lora-targets", target, base=self.base("gpt2")))
+        self.refused(1, ["--lora-targets lm_head", "Muon"], "train",
+                     *self.options("run", "--lora-targets", "lm_head", "--optimizer", "muon"))
         self.refused(1, ["gpt2-tiny", "preset", "--random-weights"], "train", *self.options("run", base="gpt2-tiny"))
         self.assertFalse(os.path.exists(self.path("run")))
         out = self.train("first", "--steps", 1)
