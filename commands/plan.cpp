@@ -51,6 +51,13 @@ PlanOptions parse_plan(const Args& args) {
     of_training.insert(of_training.end(), of_pairs.begin(), of_pairs.end());
     of_training.insert(of_training.end(), {add_lora_options(app, o.lora), optimizer, optimizer_dtype, grad_dtype,
                                            grad_rounding, offload, recompute, master_weights, nondeterministic});
+    int64_t rollout = 0;
+    of_training.push_back(
+        app.add_option(
+               "--rollout-batch-size", rollout,
+               "plan 'rl', whose rollouts sample so many completions at a time, each with its prompt of at most "
+               "--seq-len tokens")
+            ->check(positive));
     auto* inference = app.add_flag("--inference", o.inference, "plan a forward pass only");
     auto* generate =
         app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size sequences of --seq-len tokens each")
@@ -94,6 +101,12 @@ PlanOptions parse_plan(const Args& args) {
     check_lora_options(o.lora, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,
                        o.sharding.zero_stage);
     check_preference_options(o.preference, o.lora, o.fp8);
+    if (rollout && (o.preference.on() || o.sharding.zero_stage > 2))
+        throw UsageError(str("--rollout-batch-size: 'rl' has no ", o.preference.on() ? "--loss" : "--zero-stage 3",
+                             "; leave one of them out"));
+    o.rollout.completions = 1;
+    o.rollout.batch_size = rollout;
+    o.rollout.prompts = rollout * o.world;
     if (!o.inference && !o.generate) check_grad_rounding(o, o.world, (gpu ? gpu->target() : this_target()).device);
     return o;
 }

@@ -153,6 +153,10 @@ TrainOptions parse_rl(const Args& args) {
               "checkpoints/SmolLM2-135M-Instruct --data sums.jsonl --out runs/rl");
     if (o.sharding.zero_stage > 2)
         throw UsageError("--zero-stage 3: rollouts need whole weights on every process; give at most 2");
+    if (o.fp8.on && o.lora.on() && !o.lora.nf4)
+        throw UsageError(
+            "--matmul-dtype fp8: beside adapters only the codes of the frozen weights are kept, and rollouts need the "
+            "weights; add --qlora, or leave it out");
     if (o.rollout.policy.kl > 0 && !o.lora.on())
         throw UsageError("--kl: the reference is the model without its adapters; add --lora-rank, or leave it out");
     return o;

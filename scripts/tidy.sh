@@ -3,7 +3,7 @@
 # without that version the script does nothing. kernels/ is left out: its vector code would take most of the time, and the
 # tests against the oracle cover it.
 #
-#   scripts/tidy.sh [FILE...]      all .cpp files of driver, runtime, models, parallel, data, infer, commands and serve without arguments
+#   scripts/tidy.sh [FILE...]      all .cpp files of driver, runtime, models, parallel, data, infer, commands, serve and rl without arguments
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,7 +14,7 @@ if ! "$tool" --version 2>/dev/null | grep -q "version $version"; then
     exit
 fi
 if (($# == 0)); then
-    mapfile -t files < <(git ls-files 'driver/*.cpp' 'runtime/*.cpp' 'models/*.cpp' 'parallel/*.cpp' 'data/*.cpp' 'infer/*.cpp' 'commands/*.cpp' 'serve/*.cpp' |
+    mapfile -t files < <(git ls-files 'driver/*.cpp' 'runtime/*.cpp' 'models/*.cpp' 'parallel/*.cpp' 'data/*.cpp' 'infer/*.cpp' 'commands/*.cpp' 'serve/*.cpp' 'rl/*.cpp' |
         grep -v -e comm_mpi -e device/device.cpp -e runtime/limits.cpp)  # they include headers of MPI or of GCC
     set -- "${files[@]}"
 fi

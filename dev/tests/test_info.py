@@ -59,7 +59,7 @@ class InfoTest(BaseRunTest):
 
     def test_help_lists_every_option(self):
         overview = run("--help").stdout
-        for command in ("train", "eval", "sample", "chat", "serve", "logits", "plan", "convert", "info"):
+        for command in ("train", "rl", "eval", "sample", "chat", "serve", "logits", "plan", "convert", "info"):
             self.assertIn(command, overview)
             done = run(command, "--help")
             if "was built without" not in done.stderr:
