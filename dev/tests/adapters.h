@@ -153,6 +153,15 @@ inline ModelConfig qlora_config(bool llama) {
     return c;
 }
 
+// What a model's base in NF4 has for a parameter: the values, not rounded to the model's dtype.
+inline std::vector<float> nf4_values(const Driver& driver, const Param& p) {
+    const TestArray out = TestArray::poisoned({p.numel()});
+    nf4_dequantise(out, driver.model.nf4->matrix(p), driver.ctx.stream);
+    synchronize(driver.ctx.stream);
+    const std::vector<double> values = out.fetch();
+    return {values.begin(), values.end()};
+}
+
 // The weights of `from` into a model with a base in NF4; and what NF4 made of them back into `from`.
 inline void quantise_base(Driver& to, Driver& from) {
     copy_weights(*to.model.adapters, *from.model.adapters);
@@ -163,10 +172,7 @@ inline void quantise_base(Driver& to, Driver& from) {
         to.model.arenas.store(p, values.data(), 0, p.padded_numel());
         if (!Nf4Base::quantises(p)) continue;
         to.model.nf4->store(p, values.data());
-        const TestArray out = TestArray::poisoned({p.numel()});
-        nf4_dequantise(out, to.model.nf4->matrix(p), to.ctx.stream);
-        synchronize(to.ctx.stream);
-        const std::vector<double> moved = out.fetch();
+        const std::vector<float> moved = nf4_values(to, p);
         std::copy(moved.begin(), moved.end(), values.begin());
         from.model.arenas.store(p, values.data(), 0, p.numel());
     }

@@ -152,7 +152,7 @@ TEST_F(Fp8Lora, OutOfNf4) {
             for (const Param& p : exact.model.table.params) {
                 const float* const values = exact.model.arenas.fetch(p, buffer);
                 whole.model.arenas.store(p, values, 0, p.padded_numel());
-                if (whole.model.fp8->quantises(p)) whole.model.fp8->store(p, values);
+                if (whole.model.fp8->quantises(p)) whole.model.fp8->store(p, nf4_values(quantised, p).data());
             }
             for (int step = 0; step < 2; step++)
                 EXPECT_EQ(quantised.step(batch, 1e-2), whole.step(batch, 1e-2)) << "step " << step;

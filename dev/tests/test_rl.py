@@ -10,7 +10,7 @@ import time
 import unittest
 
 import several_ranks
-from harness import DRIVER, ENVIRONMENT, TrainingTest, checkpoints, digest, log, run, sanitized
+from harness import DRIVER, ENVIRONMENT, TrainingTest, checkpoints, cuda, digest, log, run, sanitized
 
 # A prompt of more than a page of the KV cache, which a cache that is not emptied would find again.
 LONG = "The cat sees 4 of the red stones. " * 4
@@ -126,6 +126,8 @@ class RlTest(TrainingTest):
 
     def test_killed_runs_resume_to_the_bit(self):
         options = ["--steps", 12, "--save-every", 2, "--updates-per-rollout", 2]
+        if cuda():  # a run that is killed before its first checkpoint times the matmuls again
+            options += ["--gemm-tune", "off"]
         whole, part = self.rl("never_killed", *options), os.path.join(self.top, "killed")
         command = ["rl", *self.rl_args("killed", *options)]
         for delay in (0.2, 0.3, 0.45):
@@ -157,7 +159,9 @@ class RlTest(TrainingTest):
             states.setdefault(self.state(out), []).append(name)
             if name == "kl":
                 values = [line["kl"] for line in log(out)]
-                self.assertEqual(values[0], 0)  # B is 0
+                # B is 0. On a GPU the pass without adapters has other matmuls: a log-probability d ≤ 8·2⁻²⁴·5 off, and
+                # d²/2 of divergence.
+                self.assertLessEqual(values[0], 3e-12 if cuda() else 0)
                 self.assertGreater(values[-1], 0)
         self.assertEqual([names for names in states.values() if len(names) > 1], [])
         # A step's size is not part of the mathematics: batches hold other completions.
