@@ -33,7 +33,6 @@ class InfoTest(BaseRunTest):
         self.assertIn("largest activations", plain)
         self.assertNotIn("phases", plain)
         self.assertRegex(verbose, r"layers\.0\.fc .* phases \d+ to \d+\n")
-        self.assertRegex(verbose, r"layers\.0\.fc .* phases \d+ to \d+\n")
         big = run("plan", "--model", "llama-8B", "--batch-size", 64, "--seq-len", 8192)  # nothing is allocated
         self.assertEqual(big.returncode, 0, big.stderr)
         build = json.loads(run("info", "--json").stdout)
