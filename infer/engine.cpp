@@ -77,7 +77,7 @@ int64_t Engine::prompt_chunk_tokens() {
 }
 
 int64_t Engine::prompt_tokens_beside_decoding() {
-    return backend_device() == Device::CPU ? 128 : 384;
+    return backend_device() == Device::CPU ? 256 : 384;
 }
 
 int64_t Engine::steps_ahead() {
