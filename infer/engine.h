@@ -114,7 +114,7 @@ class Engine {
     // Prefill cuts a prompt into chunks of this many tokens. A pass takes chunks of several prompts, up to the same
     // number of tokens together.
     static int64_t prompt_chunk_tokens();
-    // The tokens of prompts that running sequences wait for at most: pages of the oldest prompt, and one of another.
+    // The same where running sequences wait for the pass: few, but at least a page each of two prompts.
     static int64_t prompt_tokens_beside_decoding();
     // Steps that the host may queue before it reads the first of them: 2 where the device runs asynchronously, else 1.
     static int64_t steps_ahead();

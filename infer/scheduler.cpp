@@ -2,11 +2,9 @@
 
 #include <algorithm>
 
-namespace {
+#include "runtime/timing.h"
 
-double seconds_since(std::chrono::steady_clock::time_point begin) {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
+namespace {
 
 // The tokens that stay when the context window slides.
 std::vector<int32_t> slid(const std::vector<int32_t>& tokens, int64_t context, const ContextPolicy& policy) {

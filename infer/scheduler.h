@@ -7,9 +7,9 @@
 // Requests start in the order of their arrival. One that the cache has no pages for waits, and so do those after it.
 // Prompts are computed in chunks between decode steps (continuous batching, Yu et al. 2022, "Orca"; chunked prefill,
 // Agrawal et al. 2024, "Sarathi-Serve"): a running sequence waits for at most one chunk, which all prompts share, so
-// that a short one does not wait for a long one. Where a step lacks pages, the
-// youngest sequence is suspended: its keys and values go to the host, and it continues with the same bits before any
-// waiting request starts. A request whose prompt is being computed for an earlier one shares its pages.
+// that a short one does not wait for a long one. Where a step lacks pages, the youngest sequence is suspended: its keys
+// and values go to the host, and it continues with the same bits before any waiting request starts. A request whose
+// prompt is being computed for an earlier one shares its pages.
 //
 // What a request samples does not depend on the others (infer/engine.h).
 #pragma once

@@ -14,14 +14,11 @@
 #include "runtime/device/convert_dtype.h"
 #include "runtime/files/files.h"
 #include "runtime/signals.h"
+#include "runtime/timing.h"
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point begin) {
-    return std::chrono::duration<double>(Clock::now() - begin).count();
-}
 
 EngineOptions engine_options(const Trainer& t) {
     EngineOptions out = rollout_engine(t.options, t.ctx.world);

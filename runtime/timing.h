@@ -1,11 +1,16 @@
-// Measures device time of work on a stream.
+// Times: of the host's clock, and of work on a device.
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <functional>
 #include <vector>
 
 #include "runtime/device/device.h"
+
+inline double seconds_since(std::chrono::steady_clock::time_point begin) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
 
 // Milliseconds per run, averaged over `runs` consecutive runs. Blocks until they finish.
 inline double timed_ms(const std::function<void()>& work, int runs, Stream stream) {

@@ -1,10 +1,8 @@
 #include "serve/service.h"
 
-namespace {
+#include "runtime/timing.h"
 
-double seconds_since(Answer::Clock::time_point begin) {
-    return std::chrono::duration<double>(Answer::Clock::now() - begin).count();
-}
+namespace {
 
 Answer::Sequence& sequence_of(const Request& r) {  // the scheduler hands out what it was given
     return static_cast<Answer::Sequence&>(const_cast<Request&>(r));

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "dev/tests/test_util.h"
+#include "dev/tests/vectors.h"
 #include "kernels/policy_loss.h"
 #include "rl/advantages.h"
 #include "runtime/files/json_keys.h"
@@ -91,12 +92,6 @@ void expect_near(const char* what, const std::vector<double>& got, const std::ve
     for (size_t i = 0; i < got.size(); i++) EXPECT_NEAR(got[i], ref[i], error) << what << " " << i;
 }
 
-double largest(const std::vector<double>& values) {
-    double most = 0;
-    for (const double x : values) most = std::max(most, std::fabs(x));
-    return most;
-}
-
 }  // namespace
 
 // Inputs are the same numbers; A, w, 1/D, the options and the result are each rounded to fp32: errors of u in each
@@ -111,8 +106,8 @@ TEST(PolicyGradient, LossGradientsAndAdvantagesAreThoseOfTrl) {
         const Result got = run(rollouts, c);
         const std::vector<double> gradient = rollouts.flat(c["gradient"]), of_trl = c["advantages"];
         expect_near("advantages", {got.advantages.begin(), got.advantages.end()}, of_trl,
-                    2 * UNIT_ROUNDOFF * largest(of_trl));
-        expect_near("gradient", got.gradient, gradient, 8 * UNIT_ROUNDOFF * largest(gradient));
+                    2 * UNIT_ROUNDOFF * max_abs(of_trl));
+        expect_near("gradient", got.gradient, gradient, 8 * UNIT_ROUNDOFF * max_abs(gradient));
         EXPECT_NEAR(got.loss, c["loss"], 8 * 8 * UNIT_ROUNDOFF * got.magnitude);
         // trl adds up what it logs in fp32.
         const double tokens = got.stats[POLICY_TOKENS];

@@ -25,6 +25,7 @@
 #include "runtime/communication/control.h"
 #include "runtime/communication/transport.h"
 #include "runtime/device/cuda_check.h"
+#include "runtime/timing.h"
 
 namespace {
 
@@ -257,10 +258,6 @@ class NcclTransport : public Transport {
         const ncclResult_t status = result.get();
         require(status == ncclSuccess, "rank ", rank, ": ncclCommInitRank: ", nccl_error(status));
         comm = *handle;
-    }
-
-    static double seconds_since(Clock::time_point start) {
-        return std::chrono::duration<double>(Clock::now() - start).count();
     }
 
     // Calls NCCL. The call may block on peers or on a full queue; the watchdog measures for how long.
