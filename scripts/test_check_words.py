@@ -31,7 +31,7 @@ class WordsTest(unittest.TestCase):
     def test_help_texts(self):
         pages = check_words.help_texts(DRIVER)
         self.assertEqual([name.split()[0] for name, _ in pages],
-                         ["--help", "train", "eval", "sample", "chat", "serve", "logits", "plan", "convert", "info"])
+                         ["--help", "train", "rl", "eval", "sample", "chat", "serve", "logits", "plan", "convert", "info"])
         self.assert_clean(pages)
 
     def test_finds_every_word(self):
