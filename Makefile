@@ -9,8 +9,8 @@ SHELL := /bin/bash
 # What somebody gives as a variable is data: make expands nothing in it, and recipes read what belongs to Python from the
 # environment ("$$TEXT"), so that no shell reads it as a command. The others are words of command lines, and a word that a
 # shell would read otherwise is an error.
-DATA_VARIABLES := CORPUS DESTDIR EXT GPUS NAME OUT PART PREFIX STEPS TEXT TOKENIZER VAL VAL_TEXT VOCAB
-WORD_VARIABLES := ARCH BACKEND BUILD CC CUBLAS_HOME CUDA_HOME CXX DEBUG DEPS JUMBO MPI NCCL_HOME NVCC ONEDNN OP PCRE2 SANITIZE V \
+DATA_VARIABLES := CORPUS DESTDIR EXT GPUS NAME OUT PREFIX STEPS TEXT TOKENIZER VAL VAL_TEXT VOCAB
+WORD_VARIABLES := ARCH BACKEND BUILD CC CUBLAS_HOME CUDA_HOME CXX DEBUG DEPS JUMBO MPI NCCL_HOME NVCC ONEDNN OP PART PCRE2 SANITIZE V \
                   WERROR
 define NEWLINE
 
@@ -38,7 +38,7 @@ $(foreach v,$(DATA_VARIABLES),$(if $(value $(v)),$(eval override $(v) := $$(valu
 ## GPUS=4                       with train: one process on each of so many GPUs, or of all
 ## PCRE2=DIR                    a PCRE2 newer than the system's, in DIR/include and DIR/lib (newer Unicode)
 ## JUMBO=no                     compile every source by itself: a change in one takes less time, a whole build more
-## PART=1/3                     with test: every third file only, from the first on; 2/3 and 3/3 are the rest
+## PART=1/3                     with test: build and run a third of the test programs and scripts; 2/3 and 3/3 are the rest
 ## PREFIX=/usr/local DESTDIR=     where `make install` puts the driver
 ## DEPS=no                      never install anything
 ## V=1                          print whole command lines
@@ -438,6 +438,15 @@ endif
 ifneq ($(SANITIZE),)
   TEST_SCRIPTS := $(filter-out dev/tests/test_train_gpt_kernels.py $(patsubst %,scripts/test_%.py,run_mutants soak sweep),$(filter dev/tests/% $(shell grep -lw TRAIN_GPT scripts/test_*.py dev/peers/test_*.py),$(TEST_SCRIPTS)))
 endif
+ifneq ($(PART),)
+  part_words := $(subst /, ,$(PART))
+  ifeq ($(shell [[ $(PART) =~ ^[1-9][0-9]*/[1-9][0-9]*$$ ]] && (($(firstword $(part_words)) <= $(lastword $(part_words)))) && echo is one),)
+    $(error PART=$(PART): write it as in 1/3)
+  endif
+  of_part = $(shell printf '%s\n' $(1) | awk '(NR - $(firstword $(part_words))) % $(lastword $(part_words)) == 0')
+  TEST_BINARIES := $(call of_part,$(TEST_BINARIES))
+  TEST_SCRIPTS := $(call of_part,$(TEST_SCRIPTS))
+endif
 TEST_DATA_LIB := $(if $(SANITIZE),build/cpu/$(notdir $(DATA_LIB)),$(DATA_LIB))
 test-binaries: $(TEST_BINARIES) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(TEST_DATA_LIB) $(BUILD)/dev/crash_shim.so
 ifneq ($(SANITIZE),)
@@ -466,7 +475,7 @@ test: test-binaries $(PYTHON)  ## every test, with one closing line; OP=layernor
 ifeq ($(BACKEND),cuda)
 	@$(if $(GPU)$(filter no_gpu,$(OP)),,echo "BACKEND=cuda: no GPU found, so its tests cannot run (OP=no_gpu can)." >&2; exit 1)
 endif
-	@$(PYTHON) scripts/run_tests.py $(if $(PART),--part="$$PART") $(TESTS)
+	@$(PYTHON) scripts/run_tests.py $(TESTS)
 
 BENCHES := $(filter-out $(if $(filter nccl,$(TRANSPORT)),,%/bench_comm),$(call programs,bench/bench_,bench_))
 LADDERS := $(call programs,ladder/,ladder/,$(if $(filter cuda,$(BACKEND)),cu,cpp))

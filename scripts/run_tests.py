@@ -13,7 +13,7 @@ Files run side by side, except those whose source has a line that begins with
     // run_tests.py: alone on a GPU, because ...
 
 The second counts for a CUDA build only: the test needs the GPU's memory, or times what others would slow down. On many
-cores long Python files are split: their tests run in several processes. --part 2/3 runs a third of the files.
+cores long Python files are split: their tests run in several processes.
 """
 import argparse
 import math
@@ -212,16 +212,12 @@ def main():
                         help="seconds for all files: those that run then are ended, those that have not begun are left out")
     parser.add_argument("--jobs", type=int, default=max(2, min(8, os.cpu_count() // 2)),
                         help="files at a time (default: half of the cores, 2 to 8)")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="only every N-th file, from the I-th on")
     parser.add_argument("--fail-fast", action="store_true", help="end with the first failure; later tests do not run")
     parser.add_argument("--unittest", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.unittest:
         report_unittest(*args.files, args.fail_fast)
         return 0
-    part = re.fullmatch(r"(\d+)/(\d+)", args.part)
-    if not part or not 1 <= int(part[1]) <= int(part[2]):
-        parser.error(f"--part is {args.part}; write it as in 1/3")
     jobs, variables = [], dict(os.environ)
     for path in args.files:
         variable = re.fullmatch(r"([A-Z_]+)=(.*)", path)
@@ -256,7 +252,6 @@ def main():
             failed.extend(f"{job}: {name}" for name in outcome.failed)
             skipped.extend(f"{job}: {name}: {reason}" for name, reason in outcome.skipped)
 
-    jobs = jobs[int(part[1]) - 1::int(part[2])]
     alone = [job for job in jobs if job.runs_alone()]
     others = [job for job in jobs if job not in alone]
     if args.jobs > 2:  # each slice sets up again: on two cores that would cost more than it saves

@@ -112,6 +112,20 @@ class MakeGoalsTest(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout)
         return json.loads(re.search("^ARGV (.*)$", done.stdout, re.MULTILINE).group(1))
 
+    def test_parts_of_the_tests(self):
+        def files(*part):
+            done = self.make("-n", "BACKEND=cpu", "test", *part)
+            self.assertEqual(done.returncode, 0, done.stdout)
+            return re.search(r"^\S+ scripts/run_tests\.py (.*)$", done.stdout, re.MULTILINE).group(1).split()
+        every = [name for name in files() if "=" not in name]
+        parts = [[name for name in files(f"PART={part}/3") if "=" not in name] for part in (1, 2, 3)]
+        self.assertEqual(sorted(sum(parts, [])), sorted(every))
+        for names in parts:
+            self.assertGreater(4 * len(names), len(every))
+        for wrong in "4/3", "0/3", "3", "1/3/3", "a/b":
+            done = self.make("-n", "BACKEND=cpu", "test", f"PART={wrong}")
+            self.assertIn(f"PART={wrong}: write it as in 1/3", done.stdout)
+
     def test_data_with_text(self):
         self.assertEqual(self.python_arguments("data", "TEXT=book.txt", "NAME=book"),
                          ["data/make_data.py", "--text=book.txt", "--name=book"])
@@ -140,7 +154,7 @@ class MakeGoalsTest(unittest.TestCase):
         self.assertGreater(len(names), 25)
         with open(os.path.join(ROOT, "Makefile"), encoding="utf-8") as file:
             data = re.search("^DATA_VARIABLES := (.*)$", file.read(), re.MULTILINE).group(1).split()
-        self.assertEqual((len(data), set(data) - set(names)), (14, set()))
+        self.assertEqual((len(data), set(data) - set(names)), (13, set()))
         with tempfile.TemporaryDirectory() as folder:
             ran, show = os.path.join(folder, "ran"), os.path.join(folder, "show.mk")
             value = f"\" '; touch {ran}; ` touch {ran}`$$(touch {ran}) $(shell touch {ran})${{x}} %*\\ #"
@@ -175,8 +189,6 @@ class MakeGoalsTest(unittest.TestCase):
                                  ("VAL", "--val"), ("VAL_TEXT", "--val-text"), ("EXT", "--ext")):
                 self.assertEqual(self.python_arguments("data", f"TEXT={value}", f"{name}={value}"),
                                  ["data/make_data.py", f"--text={value}", f"{option}={value}"])
-            self.assertEqual(self.python_arguments("test", "OP=make_goals", f"PART={value}")[:2],
-                             ["scripts/run_tests.py", f"--part={value}"])
             done = self.make("data", f"CORPUS={value}")
             self.assertIn(f"CORPUS={value} is unknown: it is linux", done.stdout)
             self.make("data", "CORPUS=linux", f"NAME={value}", "PYTHON=false")
