@@ -276,7 +276,7 @@ void run_plan(const Args& args) {
     plan.limit = o.gpu_memory;
     // With several ranks: what each ZeRO stage needs. In stage 0 each rank keeps the whole state.
     std::vector<int64_t> stages;
-    for (int64_t stage = 0; o.world > 1 && stage <= 3; stage++) {
+    for (int64_t stage = 0; o.world > 1 && stage <= (model.offload.weights ? 2 : 3); stage++) {
         PlanOptions other = o;
         other.sharding.zero_stage = stage;
         stages.push_back(plan_run(other, source.config, target).memory.total);

@@ -325,6 +325,13 @@ class LoraTraining(CommandsTest):
             self.assertAlmostEqual(host["bytes"]["gathered weights"] / (2 * layer * bytes_a_weight + 2 * table * groups), 1,
                                    delta=1e-3)
             self.assertEqual(host["total_bytes"], place["total_bytes"] - place["bytes"][line] + host["bytes"]["gathered weights"])
+        four = ("--qlora", "--world", 4, "--zero-stage")
+        whole, split = (plan(*four, stage) for stage in (2, 3))
+        self.assertEqual(split["total_bytes_by_zero_stage"][2:], [whole["total_bytes"], split["total_bytes"]])
+        self.assertEqual(split["bytes"]["weights"], whole["bytes"]["weights"])  # embedding and head
+        for line, times in (("NF4 weights", 4), ("gathered weights", 40)):  # parts end at multiples of 256 bytes
+            self.assertAlmostEqual(times * split["bytes"][line] / whole["bytes"]["NF4 weights"], 1, delta=1e-5)
+        self.assertEqual(len(plan(*four, 2, "--offload", "weights")["total_bytes_by_zero_stage"]), 3)
         fits = plan("--fit", "--gpu-memory", "40GiB")["fit"]
         self.assertRegex(fits["options"], "--offload .*weights$")
         self.assertEqual([t["options"] for t in fits["tried"] if "--offload weights" in t["options"]][0], "--offload weights")
