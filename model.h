@@ -52,9 +52,9 @@ struct Precision {
     std::optional<Packing> packing = {};  // of the matrices, for inference
 };
 
-// In pinned host memory, where kernels read and write: m and v; master weights; block inputs (driver/block_inputs.h).
+// In pinned host memory: m and v; master weights; block inputs (BlockInputs); frozen weights (WeightGatherer).
 struct Offload {
-    bool optimizer = false, master = false, activations = false;
+    bool optimizer = false, master = false, activations = false, weights = false;
     // On the CPU all memory is the host's, so nothing is copied.
     bool moves_inputs(const Target& target) const { return activations && target.device != Device::CPU; }
     static MemoryPlace place(bool offloaded) { return offloaded ? MemoryPlace::Host : MemoryPlace::Device; }
@@ -66,9 +66,9 @@ struct Model {
     Precision precision;
     Sharding sharding;
     Offload offload;
-    Arena memory, master_memory;  // all weights but the master weights; the master weights
-    WeightArenas arenas;          // views of both
-    // ZeRO stage 3, else empty and null: the buffers for gathered groups, and what gathers them.
+    Arena memory, buffer_memory, master_memory;  // weights; gathered groups and fp32 weights; master weights
+    WeightArenas arenas;                         // views of them
+    // ZeRO stage 3 and streamed weights, else empty and null: the buffers of groups (a base in NF4 or fp8 has its own).
     GroupBuffers buffers;
     std::unique_ptr<WeightGatherer> gatherer;
     // LoRA: the adapters, which alone are trained, as a model of its own; whole on every rank in all stages. Else null.
@@ -76,7 +76,8 @@ struct Model {
     std::unique_ptr<Model> adapters;
     // QLoRA: the weights of the blocks' linear layers, which the arenas then do not hold. Else null.
     std::unique_ptr<Nf4Base> nf4;
-    std::unique_ptr<Fp8Base> fp8;           // likewise, adapters beside fp8 matmuls
+    std::unique_ptr<Fp8Base> fp8;  // likewise, adapters beside fp8 matmuls
+    const FrozenMemory* frozen() const { return nf4 ? &nf4->memory : fp8 ? &fp8->memory : nullptr; }
     std::unique_ptr<PackedWeights> packed;  // matrices in 8 or 4 bits, likewise
     std::vector<int64_t> starts;            // ParamArena::starts of the arena of all other weights; empty: of all
 
@@ -91,13 +92,13 @@ struct Model {
     const Model& trained() const { return adapters ? *adapters : *this; }
 
     // Sizes in elements: this rank's weights, the buffers for gathered groups, this rank's fp32 master weights, and the
-    // parameters that stay fp32, where they have an arena of their own.
-    int64_t kept() const {
-        return starts.empty() ? table.total / sharding.parts(sharding.splits_weights()) : starts.back();
-    }
+    // parameters that stay fp32, where they have an arena of their own. Only a base in the model's dtype is in groups.
+    bool splits_groups() const { return starts.empty() && sharding.splits_weights(); }
+    bool streams_groups() const { return starts.empty() && offload.weights; }
+    int64_t kept() const { return starts.empty() ? table.total / sharding.parts(splits_groups()) : starts.back(); }
     int64_t gathered() const { return buffers.total(); }
     int64_t master() const { return precision.master ? table.total / sharding.parts(sharding.splits_optimizer()) : 0; }
-    int64_t fp32() const { return precision.dtype != DType::F32 || sharding.splits_weights() ? table.fp32_total : 0; }
+    int64_t fp32() const { return precision.dtype != DType::F32 || gathered() ? table.fp32_total : 0; }
     int64_t bytes() const { return (kept() + gathered()) * dtype_size(precision.dtype) + (master() + fp32()) * 4; }
 
     // Null where this model has no such parameter, or not in its dtype; of frozen parameters there is no gradient.
@@ -110,12 +111,11 @@ struct Model {
         return p ? grads.tensor(*p) : Tensor{};
     }
     Role head() const { return config.tied ? WTE : HEAD_W; }
-    // Indices of the table's groups; group 0 is the embedding.
-    int head_group() const { return table.find(head())->group; }
+    int head_group() const { return table.find(head())->group; }  // indices of the table's groups; 0: the embedding
     static int layer_group(int64_t l) { return static_cast<int>(1 + l); }
     int fp32_group() const { return table.num_groups() - 1; }
 
-    // The group's weights are whole while the result lives; group `next` is prefetched. No effect below ZeRO stage 3.
+    // The group's weights are whole while the result lives; group `next` is prefetched. No effect without a gatherer.
     GatheredGroup use(const Context& ctx, int group, int next = -1) const {
         return GatheredGroup(gatherer.get(), group, next, ctx.stream);
     }

@@ -157,21 +157,24 @@ Model::Model(const ModelConfig& model_config, ParamTable params, const Sharding&
     : config(model_config), table(std::move(params)), precision(p), sharding(ranks) {
     if (p.packing) packed = std::make_unique<PackedWeights>(table, *p.packing);
     if (packed) starts = packed->other_starts(table);
-    if (sharding.splits_weights()) buffers = GroupBuffers(table, WeightGatherer::LAYER_BUFFERS, false);
 }
 
 Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p, OptimizerType hidden_matrices,
              Offload to_host, const LoraOptions& lora_options, const Fp8Options& fp8_options)
     : Model(model_config, parameter_table(model_config, ranks.world, hidden_matrices), ranks, p) {
     offload = to_host;
-    if (lora_options.nf4) nf4 = std::make_unique<Nf4Base>(table);
-    if (nf4) starts = Nf4Base::other_starts(table);
-    if (!lora_options.on()) return;
-    if (fp8_options.on && fp8_options.whole_weights && !ranks.splits_weights() && !nf4) {
+    const int64_t parts = ranks.parts(ranks.splits_weights());
+    const FrozenMemory::Kept where{Offload::place(offload.weights), parts > 1 ? ranks.rank : 0, parts};
+    if (lora_options.nf4) {
+        nf4 = std::make_unique<Nf4Base>(table, where);
+        starts = Nf4Base::other_starts(table);
+    } else if (lora_options.on() && fp8_options.on && fp8_options.whole_weights && parts == 1) {
         fp8 = std::make_unique<Fp8Base>(table, fp8_options.skip_first, config.layers - fp8_options.skip_last,
-                                        fp8_options.keep_weights, p.dtype);
+                                        fp8_options.keep_weights && !offload.weights, p.dtype, where);
         starts = fp8->other_starts(table);
     }
+    if (splits_groups() || streams_groups()) buffers = GroupBuffers(table, WeightGatherer::LAYER_BUFFERS, false);
+    if (!lora_options.on()) return;
     table.frozen = true;
     precision.master = false;
     lora = std::make_unique<LoraTable>(table, lora_options, ranks.world, hidden_matrices);
@@ -180,26 +183,27 @@ Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p
 }
 
 void Model::allocate(const Context& ctx) {
-    const int64_t exact = master() * 4;
-    memory = Arena(bytes() - exact, "weights");
-    master_memory = Arena(exact, "master weights", Offload::place(offload.master));
-    int64_t at = 0;
-    const auto part = [&](DType dtype, int64_t n) {
-        const Tensor t = memory.at(at, dtype, {n});
-        at += t.bytes();
-        return t;
-    };
-    arenas.weights = sharding.arena(part(precision.dtype, kept()), sharding.splits_weights());
+    const DType dtype = precision.dtype;
+    const int64_t of_buffers = gathered() * dtype_size(dtype);
+    memory = Arena(kept() * dtype_size(dtype), "weights", Offload::place(streams_groups()));
+    buffer_memory = Arena(of_buffers + fp32() * 4, "gathered and fp32 weights");
+    master_memory = Arena(master() * 4, "master weights", Offload::place(offload.master));
+    arenas.weights = sharding.arena(memory.at(0, dtype, {kept()}), splits_groups());
     arenas.weights.starts = starts;
-    if (nf4) nf4->allocate();
-    if (fp8) fp8->allocate();
+    if (nf4) nf4->memory.allocate("NF4 weights");
+    if (fp8) fp8->memory.allocate("fp8 weights");
     if (packed) packed->allocate();
-    if (gathered()) arenas.weights.views = buffers.views(table, part(precision.dtype, gathered()));
     if (master())
         arenas.master = sharding.arena(master_memory.at(0, DType::F32, {master()}), sharding.splits_optimizer());
-    if (fp32()) arenas.fp32 = part(DType::F32, fp32());
+    if (fp32()) arenas.fp32 = buffer_memory.at(of_buffers, DType::F32, {fp32()});
     arenas.fp32.origin = table.total - table.fp32_total;
-    if (gathered()) gatherer = std::make_unique<WeightGatherer>(ctx, table, arenas.weights, buffers);
+    if (gathered()) {
+        arenas.weights.views = buffers.views(table, buffer_memory.at(0, dtype, {gathered()}));
+        gatherer = std::make_unique<WeightGatherer>(ctx, kept_groups(table, arenas.weights, buffers),
+                                                    Offload::place(offload.weights));
+    } else if (frozen() && frozen()->buffer_bytes()) {
+        gatherer = std::make_unique<WeightGatherer>(ctx, frozen()->groups(table.num_groups()), frozen()->place());
+    }
     if (adapters) adapters->allocate(ctx);
 }
 

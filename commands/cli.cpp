@@ -611,10 +611,11 @@ CLI::Option* add_grad_rounding_option(CLI::App& app, std::string& rounding) {
 // Some of what can be offloaded, each at most once, or none.
 CLI::Validator offload_set() {
     const auto check = [](const std::string& value) -> std::string {
-        std::set<std::string> left = {"optimizer", "master", "activations"};
+        std::set<std::string> left = {"optimizer", "master", "activations", "weights"};
         std::istringstream list(value + ",");
         for (std::string what; value != "none" && std::getline(list, what, ',');)
-            if (!left.erase(what)) return str("'", value, "' is not none, nor a set of optimizer, master, activations");
+            if (!left.erase(what))
+                return str("'", value, "' is not none, nor a set of optimizer, master, activations, weights");
         return "";
     };
     return CLI::Validator(check, "");
@@ -626,7 +627,9 @@ CLI::Option* add_offload_option(CLI::App& app, std::string& offload) {
             "--offload", offload,
             "list of what to keep in pinned host memory, as in optimizer,activations. optimizer: the moments; master: "
             "the master weights; activations: the inputs of blocks until the backward pass (with --recompute block "
-            "nothing else is kept); none: nothing. No effect on the CPU")
+            "nothing else is kept); weights: the frozen weights under adapters, layer by layer copied to the GPU ahead "
+            "of "
+            "use; none: nothing. On the CPU nothing is gained")
         ->check(offload_set())
         ->capture_default_str()
         ->group(help_group::MEMORY);

@@ -25,13 +25,24 @@ void check_lora_options(const LoraOptions& o, const Fp8Options& fp8, const std::
                         int64_t zero_stage) {
     for (const auto& [given, name] : {std::pair(o.rank_stabilized, "--rslora"), {o.nf4, "--qlora"}})
         if (!o.on() && given) throw UsageError(str(name, " is an option of LoRA adapters; add --lora-rank"));
+    const auto offloads = [&](const char* what) { return offload.find(what) != std::string::npos; };
+    const bool streams = offloads("weights"), both_orientations = fp8.on && fp8.keep_weights && !fp8.auto_weights;
+    if (!o.on() && streams)
+        throw UsageError(str("--offload ", offload,
+                             ": an update writes weights, unless they are frozen under adapters; "
+                             "add --lora-rank, or leave weights out"));
     if (!o.on()) return;
-    if (o.nf4 && fp8.on && fp8.keep_weights && !fp8.auto_weights)
+    if (o.nf4 && both_orientations)
         throw UsageError("--fp8-weights kept: --qlora keeps weights in NF4 alone; leave the option out");
-    if (offload != "none" && offload != "activations")
-        throw UsageError(str("--lora-rank: the state of adapters is small; leave out --offload ", offload,
-                             ", or offload activations"));
+    if (streams && both_orientations)
+        throw UsageError(
+            "--fp8-weights kept: --offload weights copies one orientation of a weight; leave the option out");
+    if (offloads("optimizer") || offloads("master"))
+        throw UsageError(str("--lora-rank: the state of adapters is small; leave ",
+                             offloads("master") ? "master" : "optimizer", " out of --offload ", offload));
     if (!fp32_weights) throw UsageError("--lora-rank: adapters are kept in fp32; leave out --master-weights off");
-    if (o.nf4 && zero_stage == 3)
-        throw UsageError("--qlora: every rank keeps the whole base; use --zero-stage 0, 1 or 2");
+    if (streams && zero_stage == 3)
+        throw UsageError(str("--offload ", offload,
+                             ": each rank copies the whole base from its host, and --zero-stage 3 "
+                             "divides it over the GPUs; leave weights out, or use --zero-stage 0, 1 or 2"));
 }

@@ -101,8 +101,12 @@ PlanOptions parse_plan(const Args& args) {
     check_lora_options(o.lora, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,
                        o.sharding.zero_stage);
     check_preference_options(o.preference, o.lora, o.fp8);
-    if (rollout && (o.preference.on() || o.sharding.zero_stage > 2))
-        throw UsageError(str("--rollout-batch-size: 'rl' has no ", o.preference.on() ? "--loss" : "--zero-stage 3",
+    const bool streams = o.offload.find("weights") != std::string::npos;
+    if (rollout && (o.preference.on() || streams || o.sharding.zero_stage > 2))
+        throw UsageError(str("--rollout-batch-size: 'rl' has no ",
+                             o.preference.on() ? "--loss"
+                             : streams         ? "--offload weights"
+                                               : "--zero-stage 3",
                              "; leave one of them out"));
     o.rollout.completions = 1;
     o.rollout.batch_size = rollout;
@@ -272,7 +276,7 @@ void run_plan(const Args& args) {
     plan.limit = o.gpu_memory;
     // With several ranks: what each ZeRO stage needs. In stage 0 each rank keeps the whole state.
     std::vector<int64_t> stages;
-    for (int64_t stage = 0; o.world > 1 && stage <= 3; stage++) {
+    for (int64_t stage = 0; o.world > 1 && stage <= (model.offload.weights ? 2 : 3); stage++) {
         PlanOptions other = o;
         other.sharding.zero_stage = stage;
         stages.push_back(plan_run(other, source.config, target).memory.total);

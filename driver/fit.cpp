@@ -11,16 +11,18 @@ namespace {
 // The options that are tried for each batch size, in the order of their expected speed. Recomputing whole blocks costs
 // most, so it comes after all that spares it. Before that the state goes to bf16 one part after the other, fp32 first:
 // moments and weights, which then take less traffic, and last gradients, which take more unless matmuls add to them.
-// Copies of the blocks' inputs come last: they are hidden at best.
+// Copies of the blocks' inputs come last: they are hidden at best. Copies of all frozen weights take a large batch to
+// hide, so they come after every batch size without them.
 struct FitStep {
     Recompute recompute;
     int state;           // how many of FIT_STATE are in use
     const char* reason;  // its speed, as far as docs/log/memory.md has it
-    bool offload_inputs = false;
+    bool offload_inputs = false, offload_weights = false;
 };
 constexpr const char* FIT_STATE[] = {" --optimizer-dtype bf16", " --master-weights off", " --grad-dtype bf16"};
 constexpr const char *NOT_MEASURED = "speed not measured", *THIRD = "up to a third more time",
-                     *SOME_LAYERS = "each of these layers takes up to a third more time";
+                     *SOME_LAYERS = "each of these layers takes up to a third more time",
+                     *COPIES = "the weights are copied from the host in each pass: use a large batch";
 constexpr FitStep FIT_STEPS[] = {
     {Recompute::None, 0, "nothing is recomputed"},
     {Recompute::Activation, 0, "96% of the speed with GPT-2 124M on an H100"},
@@ -60,7 +62,10 @@ std::optional<Applied> apply(const FitStep& step, int64_t layers, int64_t world,
                              Applied applied) {
     RunOptions& o = applied.options;
     if (step.recompute < o.recompute || (step.state > 1 && (offloads(o, "master") || o.lora.on()))) return {};
-    if (step.offload_inputs && (offloads(o, "activations") || target.device == Device::CPU)) return {};
+    for (const auto& [asked, what] : {std::pair(step.offload_inputs, "activations"), {step.offload_weights, "weights"}})
+        if (asked && (offloads(o, what) || target.device == Device::CPU)) return {};
+    if (step.offload_weights && (!o.lora.on() || o.rollout.on())) return {};
+    if ((step.offload_weights || offloads(o, "weights")) && o.sharding.zero_stage > 2) return {};
     const bool given[] = {o.optimizer_dtype == "bf16", !o.master_weights || o.model.type() == DType::F32,
                           o.grad_dtype == "bf16"};
     if (step.state > 0 && given[step.state - 1]) return {};  // the step before it is the same
@@ -75,10 +80,9 @@ std::optional<Applied> apply(const FitStep& step, int64_t layers, int64_t world,
         o.grad_rounding = "nearest";  // faster, and less memory
         applied.changes += " --grad-rounding nearest";
     }
-    if (step.offload_inputs) {
-        o.offload = o.offload == "none" ? "activations" : o.offload + ",activations";
-        applied.changes += " --offload " + o.offload;
-    }
+    for (const auto& [asked, what] : {std::pair(step.offload_inputs, "activations"), {step.offload_weights, "weights"}})
+        if (asked) o.offload = o.offload == "none" ? what : o.offload + "," + what;
+    if (step.offload_inputs || step.offload_weights) applied.changes += " --offload " + o.offload;
     if (step.state > 0) o.optimizer_dtype = "bf16";
     if (step.state > 1) o.master_weights = false;
     if (step.state > 2) o.grad_dtype = "bf16";
@@ -106,44 +110,51 @@ FitReport find_fit(RunOptions& o, int64_t layers, int64_t world, const Target& t
         choose_fp8_weights(tried, available, bytes);
         return bytes(tried);
     };
-    const int64_t last_stage = world == 1 ? o.sharding.zero_stage : o.lora.nf4 ? 2 : 3;
+    const int64_t last_stage = world == 1 ? o.sharding.zero_stage : 3;
     const auto try_out = [&](const FitStep& step, const Applied& tried) {
         report.tried.push_back(
             {tried.changes.empty() ? "" : tried.changes.substr(1), step.reason, needed(tried.options)});
         return report.found();
     };
-    for (const int64_t batch_size : divisors(o.batch_size)) {
-        for (const FitStep& step : FIT_STEPS) {
-            for (int64_t stage = o.sharding.zero_stage; stage <= last_stage; stage++) {
-                Applied sizes{o, ""};
-                if (batch_size < o.batch_size) sizes.changes += str(" --batch-size ", batch_size);
-                if (stage > o.sharding.zero_stage) sizes.changes += str(" --zero-stage ", stage);
-                sizes.options.batch_size = batch_size;
-                sizes.options.sharding.zero_stage = stage;
-                std::optional<Applied> tried = apply(step, ALL_LAYERS, world, target, sizes);
-                if (!tried || !try_out(step, *tried)) continue;
-                if (step.recompute == Recompute::Block && o.recompute == Recompute::None) {
-                    // The fewest layers with which it fits: each one more takes less memory.
-                    int64_t fewest = layers;
-                    for (int64_t low = 1; low < fewest;) {
-                        const int64_t middle = (low + fewest) / 2;
-                        if (needed(apply(step, middle, world, target, sizes)->options) <= available)
-                            fewest = middle;
-                        else
-                            low = middle + 1;
-                    }
-                    if (fewest < layers) {
-                        report.tried.pop_back();
-                        tried = apply(step, fewest, world, target, sizes);
-                        try_out({step.recompute, step.state, SOME_LAYERS, step.offload_inputs}, *tried);
-                    }
-                }
-                o = tried->options;
-                choose_fp8_weights(o, available, bytes);
-                return report;
+    // Tries a step with one batch size and one stage; true: it fits, and the options are changed.
+    const auto take = [&](const FitStep& step, int64_t batch_size, int64_t stage) {
+        Applied sizes{o, ""};
+        if (batch_size < o.batch_size) sizes.changes += str(" --batch-size ", batch_size);
+        if (stage > o.sharding.zero_stage) sizes.changes += str(" --zero-stage ", stage);
+        sizes.options.batch_size = batch_size;
+        sizes.options.sharding.zero_stage = stage;
+        std::optional<Applied> tried = apply(step, ALL_LAYERS, world, target, sizes);
+        if (!tried || !try_out(step, *tried)) return false;
+        if (step.recompute == Recompute::Block && o.recompute == Recompute::None) {
+            // The fewest layers with which it fits: each one more takes less memory.
+            int64_t fewest = layers;
+            for (int64_t low = 1; low < fewest;) {
+                const int64_t middle = (low + fewest) / 2;
+                if (needed(apply(step, middle, world, target, sizes)->options) <= available)
+                    fewest = middle;
+                else
+                    low = middle + 1;
+            }
+            if (fewest < layers) {
+                report.tried.pop_back();
+                tried = apply(step, fewest, world, target, sizes);
+                FitStep some = step;
+                if (!step.offload_weights) some.reason = SOME_LAYERS;
+                try_out(some, *tried);
             }
         }
-    }
+        o = tried->options;
+        choose_fp8_weights(o, available, bytes);
+        return true;
+    };
+    for (const bool offload_weights : {false, true})
+        for (const int64_t batch_size : divisors(o.batch_size))
+            for (FitStep step : FIT_STEPS) {
+                step.offload_weights = offload_weights;
+                if (offload_weights) step.reason = COPIES;
+                for (int64_t stage = o.sharding.zero_stage; stage <= last_stage; stage++)
+                    if (take(step, batch_size, stage)) return report;
+            }
     return report;
 }
 

@@ -13,16 +13,17 @@ Fp8Matrix Fp8Weight::matrix(bool transposed, Tensor scratch, Stream stream) cons
     return {turned, Fp8Format::E4M3, scale};
 }
 
-Fp8Base::Fp8Base(const ParamTable& table, int64_t first, int64_t end, bool both_orientations, DType dtype)
-    : first_layer(first), end_layer(end), keeps_columns(both_orientations), rounded_to(dtype) {
+Fp8Base::Fp8Base(const ParamTable& table, int64_t first, int64_t end, bool both_orientations, DType dtype,
+                 const FrozenMemory::Kept& kept)
+    : memory(kept), first_layer(first), end_layer(end), rounded_to(dtype) {
     for (const Param& p : table.params) {
         if (!quantises(p)) continue;
-        matrices[p.index] = {};
-        plan.add(p.name, DType::U8, {p.rows, p.cols}, 0, 0);
-        plan.add(p.name + " transposed", DType::U8, {p.cols, keeps_columns ? p.rows : 0}, 0, 0);
-        plan.add(p.name + " scale", DType::F32, {FP8_SCALE_FLOATS}, 0, 0);
+        Fp8Weight& weight = matrices[p.index];
+        memory.add(weight.rows, p.layer, DType::U8, {p.rows, p.cols});
+        if (both_orientations) memory.add(weight.columns, p.layer, DType::U8, {p.cols, p.rows});
+        memory.add(weight.scale, p.layer, DType::F32, {FP8_SCALE_FLOATS});
     }
-    plan.assign_offsets();
+    memory.assign_offsets();
 }
 
 bool Fp8Base::quantises(const Param& p) const {
@@ -31,20 +32,6 @@ bool Fp8Base::quantises(const Param& p) const {
 
 std::vector<int64_t> Fp8Base::other_starts(const ParamTable& table) const {
     return packed_starts(table, 0, 1, [this](const Param& p) { return !quantises(p); });
-}
-
-void Fp8Base::allocate() {
-    memory = Arena(plan.bytes(), "fp8 weights");
-    auto entry = plan.entries().begin();  // in the order of the parameters, as `matrices`
-    const auto next = [&] {
-        const ArenaPlan::Entry& e = *entry++;
-        return e.bytes ? memory.at(e.offset, e.dtype, e.shape) : Tensor{};
-    };
-    for (auto& [index, weight] : matrices) {
-        weight.rows = next();
-        weight.columns = next();
-        weight.scale = next();
-    }
 }
 
 const Fp8Weight* Fp8Base::find(const Param& p) const {
@@ -61,7 +48,7 @@ void Fp8Base::store(const Param& p, const float* values) const {
                              host_tensor(values, {p.rows, p.cols}), rounded_to);
     require(std::isfinite(amax), "--matmul-dtype fp8: ", p.name, " has weights that are not finite in ",
             dtype_name(rounded_to), "; check the model's files");
-    copy_to_device(to.rows.data, codes.data(), codes.size(), Stream{});
-    copy_to_device(to.scale.data, scale, sizeof scale, Stream{});
+    memory.store(p.layer, to.rows, codes.data());
+    memory.store(p.layer, to.scale, scale);
     if (to.columns) fp8_transpose(to.columns, to.rows, Stream{});
 }

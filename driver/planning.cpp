@@ -30,12 +30,12 @@ MemoryPlan memory_plan(const Model& model, const Target& target) {
     const int64_t size = dtype_size(model.precision.dtype);
     MemoryPlan plan;
     plan.device = target.device;
-    plan.add("weights", model.kept() * size);
-    plan.add("gathered weights", model.gathered() * size);
+    const FrozenMemory* const frozen = model.frozen();
+    plan.add("weights", model.kept() * size, Offload::place(model.streams_groups()));
+    plan.add("gathered weights", model.gathered() * size + (frozen ? frozen->buffer_bytes() : 0));
     plan.add("master weights", model.master() * 4, Offload::place(model.offload.master));
     plan.add("fp32 weights", model.fp32() * 4);
-    if (model.nf4) plan.add("NF4 weights", model.nf4->bytes());
-    if (model.fp8) plan.add("fp8 weights", model.fp8->bytes());
+    if (frozen) plan.add(model.nf4 ? "NF4 weights" : "fp8 weights", frozen->bytes(), frozen->place());
     if (model.packed) plan.add(str(packing_name(model.packed->packing), " weights"), model.packed->bytes());
     if (model.adapters) plan.add("adapters", model.adapters->bytes());
     return plan;
@@ -79,13 +79,13 @@ GradientOptions gradient_options(const RunOptions& o, uint64_t seed) {
 
 Offload offload_options(const std::string& what) {
     const auto has = [&](const char* state) { return what.find(state) != std::string::npos; };
-    return {has("optimizer"), has("master"), has("activations")};
+    return {has("optimizer"), has("master"), has("activations"), has("weights")};
 }
 
 Fp8Options fp8_options(Fp8Options options, const Model& model) {
     options.frozen = model.table.frozen;
     options.whole_weights &= !model.sharding.splits_weights();
-    options.keep_weights &= options.whole_weights && !model.nf4;
+    options.keep_weights &= options.whole_weights && !model.nf4 && !model.offload.weights;
     return options;
 }
 

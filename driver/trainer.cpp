@@ -102,8 +102,11 @@ MemoryPlan Trainer::checked_memory_plan(const GradientOptions& gradients) const 
     plan.check([&](int64_t available) { return what_fits(options, model.config, ctx, available); });
     if (!plan.host_lines.empty()) {
         const std::string missing = checkpoints.lacks_memory(plan.host_total());
-        require(missing.empty(), "--offload ", options.offload, ": ", missing,
-                "; offload less, use --optimizer-dtype bf16, or free memory of the host");
+        require(missing.empty(), "--offload ", options.offload, ": ", missing, "; offload less, ",
+                !model.offload.weights ? "use --optimizer-dtype bf16, "
+                : model.nf4            ? ""
+                                       : "add --qlora, ",
+                "or free memory of the host");
     }
     return plan;
 }
@@ -161,14 +164,14 @@ Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<D
     if (!setup.questions.empty()) choices = make_choices(setup.questions, *tokenizer, setup.source.config.vocab_size);
     for (const TrainingData& data : setup.data)
         val_bytes.push_back(data.val_files ? text_bytes(data.directory, *data.val_files, false) : 0);
+    const GradientOptions gradients = gradient_options(options, options.seed);
+    MemoryPlan plan = checked_memory_plan(gradients);
+    planned_bytes = plan.total;
     if (model.adapters) {
         if (!setup.resume.checkpoint.empty())
             LoraAdapter::check_base(setup.resume.checkpoint, setup.lora_base(), model.config, model.table);
         base_record = LoraAdapter::base_record(setup.lora_base(), model.config, model.table);
     }
-    const GradientOptions gradients = gradient_options(options, options.seed);
-    MemoryPlan plan = checked_memory_plan(gradients);
-    planned_bytes = plan.total;
     make_directories(options.out);  // before anything is printed: if this fails, only the error is
     claim_run_directory(ctx, options.out, lock);
     // Training goes on while a copy of its state is written to a checkpoint, if the host has memory for the copy.
@@ -222,7 +225,10 @@ void Trainer::load_base() {
 // The scales are of the largest weights, so they tell of another base that begins as the old one did, which is all that
 // LoraAdapter::check_base() looks at.
 void Trainer::check_base_scales() {
-    for (int64_t l = 0; acts.fp8 && acts.fp8->options.whole_weights && l < model.config.layers; l++)
+    if (!acts.fp8 || !model.frozen()) return;
+    if (model.gatherer) model.gatherer->begin(ctx.stream);
+    for (int64_t l = 0; l < model.config.layers; l++) {
+        const GatheredGroup weights = model.use(ctx, model.layer_group(l));
         for (const Role role : LINEAR_LAYERS) {
             const LinearWeights w = linear_weights(model, role, l);
             const Tensor scale = w.fp8 ? w.fp8->scale : w.nf4 ? w.nf4->fp8_scale : Tensor{};
@@ -230,6 +236,7 @@ void Trainer::check_base_scales() {
             if (scale) copy_to_host(numbers, scale.data, sizeof numbers, ctx.stream);
             base_scales.push_back(numbers[FP8_SCALE]);
         }
+    }
     const std::vector<float>& old = setup.resume.fp8_base_scales;
     for (size_t i = 0; i < std::min(old.size(), base_scales.size()); i++)
         require(!old[i] || !base_scales[i] || old[i] == base_scales[i], setup.lora_base().name, ": the fp8 scale of ",

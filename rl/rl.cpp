@@ -153,6 +153,8 @@ TrainOptions parse_rl(const Args& args) {
               "checkpoints/SmolLM2-135M-Instruct --data sums.jsonl --out runs/rl");
     if (o.sharding.zero_stage > 2)
         throw UsageError("--zero-stage 3: rollouts need whole weights on every process; give at most 2");
+    if (o.offload.find("weights") != std::string::npos)
+        throw UsageError(str("--offload ", o.offload, ": rollouts need whole weights on the GPU; leave weights out"));
     if (o.fp8.on && o.lora.on() && !o.lora.nf4)
         throw UsageError(
             "--matmul-dtype fp8: beside adapters only the codes of the frozen weights are kept, and rollouts need the "

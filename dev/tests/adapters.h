@@ -15,8 +15,8 @@ inline LoraOptions lora_options(std::vector<std::string> targets = {"all-linear"
     return lora;
 }
 
-inline Driver lora_driver(const ModelConfig& config, RunShape shape, const LoraOptions& lora) {
-    return Driver(config, shape, true, Driver::default_options(), OptimizerType::AdamW, {}, {}, lora);
+inline Driver lora_driver(const ModelConfig& config, RunShape shape, const LoraOptions& lora, Offload offload = {}) {
+    return Driver(config, shape, true, Driver::default_options(), OptimizerType::AdamW, {}, offload, lora);
 }
 
 // All weights of a model, padding rows included.

@@ -38,6 +38,8 @@ struct Driver {
           acts(config, with_workspace(shape, model)) {
         model.allocate(ctx);
         acts.allocate(ctx);
+        if (const int64_t bytes = model.buffer_memory.bytes())
+            device_fill(model.buffer_memory.at(0, DType::U8, {bytes}).data, 0xFF, size_t(bytes), {});
         for (const ArenaPlan::Entry& e : acts.plan.entries()) {
             if (e.dtype != DType::I32 && e.name != "rope_table")
                 device_fill(acts.at(e).data, 0xFF, size_t(acts.at(e).bytes()), {});
@@ -78,6 +80,7 @@ struct Driver {
                 values[size_t(i)] = float(p.init_value + std * double(values[size_t(i)]));
             model.arenas.store(p, values.data(), 0, p.padded_numel());
             if (model.fp8 && model.fp8->quantises(p)) model.fp8->store(p, values.data());
+            if (model.nf4 && Nf4Base::quantises(p)) model.nf4->store(p, values.data());
         }
     }
 

@@ -1,6 +1,7 @@
 // The search for options that fit into memory (driver/fit.h), with made-up memory plans.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <set>
 
 #include "driver/fit.h"
@@ -109,6 +110,33 @@ TEST(Fit, TriesNothingTwiceAndUndoesNothing) {
     EXPECT_NE(fit.remedy().find(", with --batch-size 1 --zero-stage 3 "), std::string::npos) << fit.remedy();
 }
 
+// Frozen weights in host memory come after every batch size without them, the largest batch first.
+TEST(Fit, OffloadsFrozenWeightsLast) {
+    RunOptions adapters = bf16_run();
+    adapters.lora.rank = 8;
+    const auto bytes = [](const RunOptions& o) {
+        return 1000 + 10 * o.batch_size - 2 * int64_t(o.recompute) -
+               500 * (o.offload.find("weights") != std::string::npos);
+    };
+    RunOptions o = adapters;
+    const FitReport fit = find_fit(o, 4, 2, gpu_target(), 559, bytes);
+    ASSERT_TRUE(fit.found());
+    EXPECT_EQ(fit.tried.back().options, "--recompute activation --offload weights");
+    EXPECT_EQ(o.offload, "weights");
+    const auto before = std::find_if(fit.tried.begin(), fit.tried.end(), [](const FitReport::Try& t) {
+        return t.options.find("weights") != std::string::npos;
+    });
+    EXPECT_EQ((before - 1)->options,
+              "--batch-size 1 --zero-stage 3 --recompute block --optimizer-dtype bf16 --offload activations");
+    o = adapters;
+    o.offload = "activations";
+    EXPECT_EQ(find_fit(o, 4, 1, gpu_target(), 560, bytes).tried.back().options, "--offload activations,weights");
+    for (RunOptions whole : {bf16_run(), adapters}) {
+        if (whole.lora.on()) whole.rollout.prompts = 1;  // rollouts read whole weights
+        EXPECT_FALSE(find_fit(whole, 4, 1, gpu_target(), 559, bytes).found());
+    }
+}
+
 TEST(Fit, LeavesOutWhatHasNoEffect) {
     const auto tried_words = [](RunOptions o, int64_t world, const Target& target) {
         std::string all;
@@ -127,7 +155,7 @@ TEST(Fit, LeavesOutWhatHasNoEffect) {
     const std::string of_lora = tried_words(adapters, 2, gpu_target());
     EXPECT_TRUE(has(of_lora, "--optimizer-dtype bf16") && has(of_lora, "--zero-stage 3"));
     EXPECT_FALSE(has(of_lora, "--grad-dtype") || has(of_lora, "--master-weights")) << of_lora;
-    adapters.lora.nf4 = true;  // QLoRA has no stage 3
+    adapters.offload = "weights";  // each rank copies all weights from its host
     EXPECT_FALSE(has(tried_words(adapters, 2, gpu_target()), "--zero-stage 3"));
 }
 

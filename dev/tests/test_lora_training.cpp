@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "dev/tests/adapters.h"
+#include "kernels/matmul_fp8.h"
 #include "models/family.h"
 #include "models/lora.h"
 #include "runtime/model/initialise.h"
@@ -361,7 +362,7 @@ TEST(Qlora, EqualsLoraOnTheDequantisedBase) {
                 RunShape shape = training_shape(B, T, dtype);
                 shape.recompute = level;
                 Driver whole = lora_driver(config, shape, lora), quantised = lora_driver(config, shape, qlora);
-                EXPECT_LT(quantised.model.bytes() + quantised.model.nf4->bytes(), whole.model.bytes());
+                EXPECT_LT(quantised.model.bytes() + quantised.model.nf4->memory.bytes(), whole.model.bytes());
                 whole.randomise(3);
                 const std::vector<double> before = whole.logits(batch);
                 quantise_base(quantised, whole);
@@ -375,6 +376,44 @@ TEST(Qlora, EqualsLoraOnTheDequantisedBase) {
                         << p.name;
             }
     }
+}
+
+// Weights that come out of host memory into two buffers ahead of use, five layers through them: the bits of weights in
+// place. A base in the model's dtype, in NF4, in fp8, and in fp8 out of NF4.
+TEST(StreamedBase, HasTheSameBits) {
+    constexpr int64_t B = 2, T = 16;
+    for (const bool llama : {true, false})
+        for (const auto& [nf4, fp8] : {std::pair(false, false), {true, false}, {false, true}, {true, true}}) {
+            if (fp8 && !matmul_fp8_unavailable().empty()) continue;
+            const DType dtype = dtypes().back();
+            SCOPED_TRACE(str(llama ? "llama " : "gpt2 ", dtype_name(dtype), nf4 ? " nf4" : "", fp8 ? " fp8" : ""));
+            ModelConfig config = qlora_config(llama);
+            config.layers = 5;
+            config.set_attention("SSSSS");
+            LoraOptions lora = lora_options();
+            lora.nf4 = nf4;
+            const Batch batch = random_batch(config, B, T, 5);
+            const auto trained = [&, fp8 = fp8](bool streams, Recompute level) {
+                RunShape shape = training_shape(B, T, dtype);
+                shape.recompute = level;
+                shape.fp8.on = fp8;
+                Offload offload;
+                offload.weights = streams;
+                Driver d = lora_driver(config, shape, lora, offload);
+                EXPECT_EQ(bool(d.model.gatherer), streams);
+                d.randomise(3);
+                std::vector<float> all;
+                for (int step = 0; step < 2; step++) all.push_back(float(d.step(batch, 1e-2)));
+                d.gradients(split(batch, B, T));
+                for (const std::vector<float>& part : {d.grads(), d.params()})
+                    all.insert(all.end(), part.begin(), part.end());
+                return all;
+            };
+            const std::vector<float> expected = trained(false, Recompute::None);
+            EXPECT_TRUE(std::all_of(expected.begin(), expected.end(), [](float x) { return std::isfinite(x); }));
+            for (const Recompute level : {Recompute::None, Recompute::Norms, Recompute::Block})
+                EXPECT_TRUE(same_bits(trained(true, level), expected)) << "recompute " << int(level);
+        }
 }
 
 TEST(Qlora, NeedsRowsOfWholeBlocks) {

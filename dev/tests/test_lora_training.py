@@ -25,9 +25,10 @@ CASES = {"llama": ("llama", ["--lora-rank", 2, "--lora-alpha", 6, "--rslora"], 1
          "gpt2": ("gpt2", ["--lora-rank", 4, "--lora-targets", "c_attn,c_proj"], 1e-2),
          "vocabulary": ("llama", ["--lora-rank", 2, "--lora-targets", "v_proj,embed_tokens,lm_head"], 1e-2)}
 STEPS, BATCH, SEQ_LEN = 20, 4, 64
+FP8 = ("--matmul-dtype", "fp8", *(("--dtype", "bf16") if cuda() else ()))  # it quantises fp32 on the CPU, bf16 on a GPU
 
 
-def make_base(path, family, seed=1, C=C, FFN=FFN):
+def make_base(path, family, seed=1, C=C, FFN=FFN, LAYERS=LAYERS):
     """A random model of a family: a directory in Hugging Face layout."""
     rng = np.random.default_rng(seed)
     tensors = {}
@@ -270,6 +271,93 @@ class LoraTraining(CommandsTest):
         for level in ("activation", "norms", "block"):
             self.same_state(self.train(level, "--recompute", level), whole)
 
+    def test_offloaded_weights(self):
+        """A base that a copy brings to its uses (dev/tests/test_lora_training.cpp): the bits of one in place, with micro-steps
+        and clipping, resumed with the option and without it."""
+        llama, gpt2 = self.path("llama"), self.path("gpt2")
+        make_base(llama, "llama", C=64, FFN=128, LAYERS=4)
+        make_base(gpt2, "gpt2", LAYERS=3)  # a tied head
+        args = ("--schedule", "constant", "--total-batch-tokens", 2 * BATCH * SEQ_LEN, "--grad-clip", 0.1)
+        vocabulary = ("--lora-rank", 2, "--lora-targets", "v_proj,embed_tokens,lm_head")
+        cases = {"vocabulary": (("--recompute", "block"), {"base": llama, "lora": vocabulary}),
+                 "gpt2": (("--recompute", "norms"), {"base": gpt2}), "qlora": (("--qlora",), {"base": llama}),
+                 "drawn": (("--random-weights", "--layers", 3), {"base": "llama-tiny"})}
+        if self.fp8_works():
+            cases["fp8"] = ((*FP8, "--recompute", "block"), {"base": llama})
+        for name, (more, where) in cases.items():
+            with self.subTest(name):
+                whole = self.train(name, *args, *more, "--steps", 4, **where)
+                self.train(name + "_host", *args, *more, "--offload", "weights", "--steps", 2, **where)
+                self.resume(name + "_host", "--steps", 3)
+                host = self.resume(name + "_host", "--steps", 4, "--offload", "none")
+                np.testing.assert_array_equal(losses(host), losses(whole))
+                self.same_state(host, whole)
+                scales = [read_json(checkpoint, "trainer.json").get("fp8", {}).get("base_scales")
+                          for checkpoint in (os.path.join(host, "step_00000003"), newest(whole))]
+                self.assertEqual(*scales)
+                self.assertEqual(name.startswith("fp8"), bool(scales[0]))
+        if several_ranks.WHY_NOT:
+            return
+        for stage, more in ((0, ()), (2, ("--qlora",))):
+            names = [place + str(stage) for place in ("none", "weights")]
+            for name, place in zip(names, ("none", "weights")):
+                done = several_ranks.run(2, *self.options(name, *args, *more, "--steps", 2, "--zero-stage", stage, "--offload",
+                                                          place, base=llama))
+                self.assertEqual(done.returncode, 0, done.stderr)
+            self.same_state(*map(self.path, names))
+
+    def test_offloaded_weights_plan(self):
+        """Two layers and the larger of embedding and head stay on the GPU; of a base in NF4 or fp8 two layers of codes,
+        embedding and head."""
+
+        def plan(*args):
+            done = run("plan", "--model", "llama-70B", "--seq-len", 2048, "--batch-size", 4, "--recompute", "block", "--dtype",
+                       "bf16", "--gpu", "H100 80GB", "--lora-rank", 16, "--json", *args)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return json.loads(done.stdout)
+        layer, table = 8192 * (10240 + 8192 + 3 * 28672), 128256 * 8192
+        for args, line, bytes_a_weight, groups in (((), "weights", 2, True), (("--qlora",), "NF4 weights", 4.127 / 8, False),
+                                                   (("--matmul-dtype", "fp8"), "fp8 weights", 1, False)):
+            place, host = plan(*args, *(("--fp8-weights", "use") if "fp8" in args else ())), plan(*args, "--offload", "weights")
+            self.assertEqual(host["host_bytes"][line], place["bytes"][line])
+            self.assertNotIn(line, host["bytes"])
+            self.assertAlmostEqual(host["host_bytes"][line] / (bytes_a_weight * (80 * layer + 2 * table * groups)), 1, delta=1e-3)
+            self.assertAlmostEqual(host["bytes"]["gathered weights"] / (2 * layer * bytes_a_weight + 2 * table * groups), 1,
+                                   delta=1e-3)
+            self.assertEqual(host["total_bytes"], place["total_bytes"] - place["bytes"][line] + host["bytes"]["gathered weights"])
+        four = ("--qlora", "--world", 4, "--zero-stage")
+        whole, split = (plan(*four, stage) for stage in (2, 3))
+        self.assertEqual(split["total_bytes_by_zero_stage"][2:], [whole["total_bytes"], split["total_bytes"]])
+        self.assertEqual(split["bytes"]["weights"], whole["bytes"]["weights"])  # embedding and head
+        for line, times in (("NF4 weights", 4), ("gathered weights", 40)):  # parts end at multiples of 256 bytes
+            self.assertAlmostEqual(times * split["bytes"][line] / whole["bytes"]["NF4 weights"], 1, delta=1e-5)
+        self.assertEqual(len(plan(*four, 2, "--offload", "weights")["total_bytes_by_zero_stage"]), 3)
+        fits = plan("--fit", "--gpu-memory", "40GiB")["fit"]
+        self.assertRegex(fits["options"], "--offload .*weights$")
+        self.assertEqual([t["options"] for t in fits["tried"] if "--offload weights" in t["options"]][0], "--offload weights")
+
+    @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
+    def test_qlora_ranks(self):
+        """Codes that the ranks divide (--zero-stage 3) have the bits of codes that each has (2), and resume on one rank."""
+        base = self.path("base")
+        make_base(base, "llama", C=64, FFN=128, LAYERS=5)
+        total = ("--total-batch-tokens", 2 * BATCH * SEQ_LEN, "--schedule", "constant")
+        for name, fp8 in (("", ()), ("fp8", FP8))[:1 + self.fp8_works()]:
+            for stage in (2, 3):
+                done = several_ranks.run(2, *self.options(f"stage{stage}{name}", "--qlora", *total, *fp8, "--steps", 3, "--zero-stage",
+                                                          stage, base=base))
+                self.assertEqual(done.returncode, 0, done.stderr)
+            split, whole = self.path("stage3" + name), self.path("stage2" + name)
+            np.testing.assert_array_equal(losses(split), losses(whole))
+            self.same_state(split, whole)
+        alone = self.train("one", *total, "--qlora", base=base)
+        split = self.path("stage3")
+        self.resume("stage3", "--steps", 5, "--zero-stage", 0)
+        done = several_ranks.run(2, "--resume", "--out", split, "--steps", 6, "--zero-stage", 3)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        np.testing.assert_allclose(losses(split), losses(alone), rtol=0, atol=2e-6)
+        self.assertLessEqual(distance(tensors_of(newest(split)), tensors_of(newest(alone))), 1e-4)
+
     @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
     def test_ranks(self):
         """Sums over ranks are in another order: a few roundings of fp32, which the optimizers amplify."""
@@ -376,14 +464,17 @@ class LoraTraining(CommandsTest):
                      "--qlora")
         self.refused(1, ["32 inputs", "multiple of 64", "--qlora"], "train", *self.options("run", "--qlora"))
 
+    def fp8_works(self):
+        """Whether there are fp8 matmuls: not on every GPU."""
+        done = run("train", *self.options("probe", "--steps", 1, *FP8))
+        self.assertTrue(done.returncode == 0 or "compute capability 8.9" in done.stderr, done.stderr)
+        return done.returncode == 0
+
     def fp8(self):
-        """Options of fp8, which quantises fp32 on the CPU and bf16 on a GPU. Skips the test without fp8 matmuls."""
-        args = ("--matmul-dtype", "fp8", *(("--dtype", "bf16") if cuda() else ()))
-        done = run("train", *self.options("probe", "--steps", 1, *args))
-        if "compute capability 8.9" in done.stderr:
+        """Options of fp8. Skips the test without fp8 matmuls."""
+        if not self.fp8_works():
             self.skipTest("this GPU has no fp8 matmuls")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        return args
+        return FP8
 
     def test_fp8(self):
         """Frozen matmuls in fp8 (dev/tests/test_fp8_lora.cpp has their gradients): losses near those without, resumed
@@ -513,13 +604,16 @@ class LoraTraining(CommandsTest):
     def test_refusals(self):
         for args, words in ((("--optimizer", "muon", "--adam-weight-decay", 0.1), ["--adam-weight-decay", "freezes"]),
                             (("--qlora", "--matmul-dtype", "fp8", "--fp8-weights", "kept"), ["--fp8-weights kept", "NF4"]),
-                            (("--offload", "optimizer"), ["--lora-rank", "--offload optimizer"]),
+                            (("--offload", "optimizer"), ["--lora-rank", "leave optimizer out of --offload optimizer"]),
+                            (("--offload", "weights,optimizer"), ["leave optimizer out of --offload weights,optimizer"]),
+                            (("--offload", "weights", "--zero-stage", 3), ["--offload weights", "--zero-stage 0, 1 or 2"]),
+                            (("--offload", "weights", "--matmul-dtype", "fp8", "--fp8-weights", "kept"),
+                             ["--fp8-weights kept", "--offload weights", "leave the option out"]),
                             (("--embedding-lr", 1e-3), ["--embedding-lr", "--lora-rank"]),
-                            (("--qlora", "--zero-stage", 3), ["--qlora", "--zero-stage 0, 1 or 2"]),
                             (("--head-lr", 1e-3), ["--head-lr"]), (("--vector-lr", 1e-3), ["--vector-lr"]),
                             (("--lora-alpha", 0), ["--lora-alpha"])):
             self.refused(2, words, "train", *self.options("run", *args))
-        for args in (("--rslora",), ("--qlora",), ("--lora-alpha", 3), ("--lora-targets", "q_proj")):
+        for args in (("--rslora",), ("--qlora",), ("--lora-alpha", 3), ("--lora-targets", "q_proj"), ("--offload", "weights")):
             self.refused(2, ["--lora-rank"], "train", *self.options("run", *args, lora=()))
         self.refused(1, ["--lora-targets head", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "lm_head"],
                      "train", *self.options("run", "--lora-targets", "q_proj,head"))

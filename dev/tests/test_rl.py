@@ -256,6 +256,7 @@ class RlTest(TrainingTest):
             self.refused(status, words, "rl", *self.rl_args("refused", *args))
         refused(2, ["--zero-stage 3", "at most 2"], "--zero-stage", 3)
         refused(2, ["--kl", "--lora-rank"], "--kl", 0.1)
+        refused(2, ["--offload weights", "leave weights out"], "--offload", "weights", "--lora-rank", 2)
         refused(2, ["--matmul-dtype fp8", "--qlora"], "--matmul-dtype", "fp8", "--lora-rank", 2)
         for option in ("--top-k", "--top-p", "--min-p", "--repeat-penalty"):
             refused(2, [option, "--temperature"], option, 1)

@@ -288,24 +288,40 @@ TEST(Training, MemoryMatchesThePlan) {
         OptimizerType optimizer;
         bool fp8;
         const char* offload = "none";
+        bool adapters = false, nf4 = false;
     };
     const Run runs[] = {{Recompute::None, OptimizerType::AdamW, false},
                         {Recompute::Block, OptimizerType::AdamW, false},
                         {Recompute::Block, OptimizerType::Muon, false},
                         {Recompute::None, OptimizerType::AdamW, true},
                         {Recompute::None, OptimizerType::AdamW, false, "optimizer,master"},
-                        {Recompute::Block, OptimizerType::AdamW, false, "optimizer,master,activations"}};
-    for (const auto& [level, optimizer, fp8, offload] : runs) {
+                        {Recompute::Block, OptimizerType::AdamW, false, "optimizer,master,activations"},
+                        {Recompute::Block, OptimizerType::AdamW, false, "weights", true},
+                        {Recompute::Block, OptimizerType::AdamW, false, "activations,weights", true, true}};
+    for (const auto& [level, optimizer, fp8, offload, adapters, nf4] : runs) {
         if (fp8 && !matmul_fp8_unavailable().empty()) continue;
         const int64_t before = device_memory_available();
-        TrainingRun run({"--model", "gpt2-124M", "--dtype", "bf16", "--batch-size", "8", "--seq-len", "1024",
-                         "--recompute", level == Recompute::None ? "none" : "block", "--optimizer",
-                         facts_of(optimizer).name, "--matmul-dtype", fp8 ? "fp8" : "model", "--offload", offload});
+        Args args = {"--model",        "gpt2-124M",
+                     "--dtype",        "bf16",
+                     "--batch-size",   "8",
+                     "--seq-len",      "1024",
+                     "--recompute",    level == Recompute::None ? "none" : "block",
+                     "--optimizer",    facts_of(optimizer).name,
+                     "--matmul-dtype", fp8 ? "fp8" : "model",
+                     "--offload",      offload};
+        LoraOptions lora;
+        lora.nf4 = nf4;
+        if (adapters) {
+            lora.rank = 16;
+            args.insert(args.end(), {"--random-weights", "--lora-rank", "16"});
+        }
+        if (nf4) args.push_back("--qlora");
+        TrainingRun run(args);
         run.steps(3);
         const double used = double(before - device_memory_available());
         ModelConfig config;
         ASSERT_TRUE(preset("gpt2-124M", config));
-        const Model model(config, {}, {DType::BF16, true}, optimizer, offload_options(offload));
+        const Model model(config, {}, {DType::BF16, true}, optimizer, offload_options(offload), lora);
         RunShape shape = Driver::with_workspace(training_shape(8, 1024, DType::BF16), model);
         shape.recompute = level;
         shape.activation_epilogue = ActivationEpilogue::Both;
