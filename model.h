@@ -228,7 +228,7 @@ class Activations : public InputActs, public HeadActs {
   public:
     // Plans only; until allocate() all tensors are null.
     Activations(const ModelConfig& config, const RunShape& run_shape);
-    void allocate(const Context& ctx);
+    void allocate(const Context& ctx, const Tensor& shared = {});  // shared: memory of the caller's, U8 [plan.bytes()]
     Activations(const Activations&) = delete;
     Activations& operator=(const Activations&) = delete;
 

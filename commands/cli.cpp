@@ -680,6 +680,16 @@ CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const 
         ->default_str(on ? "on" : "off");
 }
 
+CLI::Option* add_rollout_option(CLI::App& app, bool& exact) {
+    return app
+        .add_option_function<std::string>(
+            "--rollout", [&exact](const std::string& how) { exact = how == "exact"; },
+            "fast: the engine's kernels sample; exact: training's own forward pass does, so that the recorded "
+            "probabilities are those of training to the bit (on the CPU)")
+        ->check(CLI::IsMember({"fast", "exact"}))
+        ->default_str("fast");
+}
+
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights) {
     return add_switch(app, "--master-weights", master_weights,
                       "with --dtype bf16: on: the optimizer updates fp32 copies of the weights; off: it updates the "

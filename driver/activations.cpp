@@ -608,8 +608,8 @@ void Activations::plan_layer(int64_t l) {
     }
 }
 
-void Activations::allocate(const Context& ctx) {
-    memory = Arena(plan.bytes(), "activations");
+void Activations::allocate(const Context& ctx, const Tensor& shared) {
+    memory = shared ? Arena(shared) : Arena(plan.bytes(), "activations");
     staging = std::make_unique<Staging>(staging_bytes(), STAGING_BUFFERS);
     for (const auto& [tensor, entry] : bindings) *tensor = at(plan.entries()[static_cast<size_t>(entry)]);
     loss_sum = sum(ctx.rank, SUM_LOSS);

@@ -133,16 +133,44 @@ EngineOptions rollout_engine(const RunOptions& o, int64_t world) {
     out.slots = std::min(o.rollout.prompts * o.rollout.completions / world, o.rollout.batch_size);
     out.context = o.seq_len;
     out.dtype = o.model.type();
-    out.nf4 = o.lora.nf4;
     out.logprobs = true;
+    out.outside_forward = o.rollout.exact;
+    if (out.outside_forward) return out;  // which has adapters and NF4 of its own
+    out.nf4 = o.lora.nf4;
     if (o.lora.on()) out.adapters = 1;
     if (o.lora.on()) out.adapter_rank = round_up_rank(o.lora.rank);
     return out;
 }
 
+RunShape rollout_forward(const RunOptions& o, const Model& model, int64_t pass_tokens) {
+    RunShape shape = inference_shape(pass_tokens, 1, o.model.type());
+    set_adapters(shape, model);
+    return shape;
+}
+
+void check_exact(const RunOptions& o, const ModelConfig& c, Device device) {
+    if (!o.rollout.exact) return;
+    const bool dynamic = c.positions == Positions::RoPE && c.rope_scaling.kind == RopeScaling::Kind::Dynamic;
+    require(device == Device::CPU,
+            "--rollout exact: only the CPU's kernels promise the same bits so far; use --rollout fast on a GPU");
+    require(!o.fp8.on, "--rollout exact: --matmul-dtype fp8 scales all tokens of a batch together, so that they depend "
+                       "on each other; leave one of them out");
+    require(!c.has_linear_attention(),
+            "--rollout exact: layers of linear attention sum in chunks when they train, and token by token when they "
+            "sample; use --rollout fast");
+    require(!dynamic || o.seq_len <= c.rope_scaling.original_max_position,
+            "--rollout exact: with dynamic RoPE scaling the angles of sequences beyond ",
+            c.rope_scaling.original_max_position,
+            " tokens depend on their length; use --rollout fast, or lower --max-tokens");
+}
+
 int64_t rollout_bytes(const RunOptions& o, const Model& model) {
     const EngineOptions options = rollout_engine(o, model.sharding.world);
-    const int64_t engine = ArenaPlan::aligned(Engine(model.config, options, {}).bytes());
+    const Engine planned(model.config, options, {});
+    const int64_t engine = ArenaPlan::aligned(planned.bytes());
+    if (o.rollout.exact)
+        return engine +
+               Activations(model.config, rollout_forward(o, model, planned.pass_tokens())).plan.bytes();
     return o.lora.on() ? engine + AdapterBank(model.table, 1, options.adapter_rank, options.dtype).bytes() : engine;
 }
 

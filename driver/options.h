@@ -123,6 +123,7 @@ struct RolloutFlags {
     PolicyOptions policy;
     int64_t max_idle_steps = 50, completions_every = 10;
     bool chat_template = true, ignore_eos = false;
+    bool exact = false;  // sampled through training's own forward pass (rl/exact_forward.h)
 
     bool on() const { return prompts > 0; }
     // What a resumed run may not change; "none".

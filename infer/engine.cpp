@@ -92,7 +92,9 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
                    options.context > config.rope_scaling.original_max_position),
       cache(config, {options.slots, options.context, options.cache_pages, pass_tokens()}, options.dtype),
       fused_step_max_batch(
-          options.batch_invariant || unfused_model_option(config, options) ? 0 : decode_step_max_batch(decode_model())),
+          options.batch_invariant || options.outside_forward || unfused_model_option(config, options)
+              ? 0
+              : decode_step_max_batch(decode_model())),
       states(config, options.slots),
       lengths(size_t(options.slots), 0) {
     require(options.slots > 0 && options.context > 0, "engine: a batch of ", options.slots, " sequences of ",
@@ -104,6 +106,10 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
             " rows; use a shorter context");
     require(options.top_logprobs >= 0 && options.top_logprobs <= MAX_TOP_LOGPROBS, "engine: top_logprobs is ",
             options.top_logprobs, ", expected 0 to ", MAX_TOP_LOGPROBS);
+    require(!options.outside_forward || (backend_device() == Device::CPU && !config.has_linear_attention() &&
+                                         !dynamic_rope && !options.adapters && !options.top_logprobs &&
+                                         !options.prompt_logprobs),
+            "engine: outside_forward with what it does not support");
     if (options.sampling_classes & sampling_class::REPEAT)
         seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((options.sampled_vocab + 31) / 32), 0));
     plan_memory();
@@ -131,6 +137,10 @@ void Engine::plan_memory() {
     auto keep = [&](Tensor* t, const char* name, DType dtype, const std::vector<int64_t>& shape) {
         add(t, name, dtype, shape, QKV, SAMPLE);
     };
+    auto own = [&](Tensor* t, const char* name, DType dtype, const std::vector<int64_t>& shape, int64_t first,
+                   int64_t last_use) {  // of the engine's own forward pass
+        if (!options.outside_forward) add(t, name, dtype, shape, first, last_use);
+    };
     keep(&tokens, "tokens", DType::I32, {N});
     keep(&positions, "positions", DType::I32, {N});
     rows.resize(size_t(cache.num_groups()));
@@ -140,10 +150,11 @@ void Engine::plan_memory() {
     keep(&cum_k, "cum_k", DType::I32, {B + 1});
     for (Tensor* t : {&pass_slots, &copied_from, &copied_to}) keep(t, "pass_slots", DType::I32, {B});
     if (c.positions == Positions::RoPE)
-        keep(&table, "rope_table", DType::F32, {dynamic_rope ? N : options.context, c.rotary_channels() / 2, 2});
-    keep(&x, "x", T, {N, c.channels});
-    add(&qkv, "qkv", T, {N, c.qkv_channels()}, QKV, ATTENTION);
-    add(&att, "att", T, {N, attention}, ATTENTION, PROJ);
+        own(&table, "rope_table", DType::F32, {dynamic_rope ? N : options.context, c.rotary_channels() / 2, 2}, QKV,
+            SAMPLE);
+    own(&x, "x", T, {N, c.channels}, QKV, SAMPLE);
+    own(&qkv, "qkv", T, {N, c.qkv_channels()}, QKV, ATTENTION);
+    own(&att, "att", T, {N, attention}, ATTENTION, PROJ);
     const bool has_linear = c.has_linear_attention();
     const LinearAttentionSizes linear{
         N, B, c.heads, c.kv_heads, c.head_size, c.head_size, std::min(N, prompt_chunk_tokens())};
@@ -166,8 +177,8 @@ void Engine::plan_memory() {
         keep(&tile_rows, "tile_rows", DType::I32, {tiles * LORA_TILE});
         keep(&tile_adapters, "tile_adapters", DType::I32, {tiles});
     }
-    add(&act, "act", T, {N, c.ffn}, FC, FCPROJ);
-    if (c.norm_after) add(&unnormed, "unnormed", T, {N, c.channels}, PROJ, FCPROJ);
+    own(&act, "act", T, {N, c.ffn}, FC, FCPROJ);
+    if (c.norm_after) own(&unnormed, "unnormed", T, {N, c.channels}, PROJ, FCPROJ);
     const auto layer_scratch = [&](int64_t n, int64_t inputs, int64_t outputs) {  // prefill passes and decode steps
         const auto scratch_of = [&](int64_t rows_in) {
             const int64_t bytes = linear_scratch(rows_in, inputs, outputs, T, options.packing.has_value());
@@ -179,12 +190,12 @@ void Engine::plan_memory() {
         std::max({layer_scratch(N, c.channels, c.qkv_channels()), layer_scratch(N, attention, c.channels),
                   layer_scratch(N, c.channels, c.fc_channels()), layer_scratch(N, c.ffn, c.channels),
                   layer_scratch(head_rows, c.channels, c.padded_vocab())});
-    keep(&scratch, "scratch", DType::U8, {scratch_bytes});
+    own(&scratch, "scratch", DType::U8, {scratch_bytes}, QKV, SAMPLE);
     const int64_t attention_bytes =
         std::max(attention_forward_scratch(), has_linear ? linear_attention_forward_scratch(linear) : 0);
     if (attention_bytes > 0) keep(&attention_scratch, "attention_scratch", DType::U8, {attention_bytes});
-    keep(&decode_scratch, "decode_scratch", DType::U8,
-         {decode_attention_scratch(B, c.heads, c.head_size, options.context)});
+    own(&decode_scratch, "decode_scratch", DType::U8,
+        {decode_attention_scratch(B, c.heads, c.head_size, options.context)}, QKV, SAMPLE);
     if (fused_step_max_batch > 0) keep(&step_scratch, "step_scratch", DType::U8, {decode_step_scratch(decode_model())});
     keep(&last, "last", T, {B, c.channels});
     keep(&last_rows, "last_rows", DType::I32, {B});
@@ -218,8 +229,10 @@ int64_t Engine::bytes() const {
     return ArenaPlan::aligned(cache.bytes()) + ArenaPlan::aligned(states.bytes()) + plan.bytes();
 }
 
-void Engine::allocate(const InferenceWeights& model_weights, const Tensor& shared) {
+void Engine::allocate(const InferenceWeights& model_weights, const Tensor& shared, EngineForward* forward_pass) {
     weights = model_weights;
+    forward = forward_pass;
+    require(options.outside_forward == (forward != nullptr), "engine: outside_forward needs a forward pass");
     require(options.adapters == 0 || int64_t(weights.adapters.size()) == config.layers, "engine: adapters of ",
             weights.adapters.size(), " layers, expected ", config.layers);
     const auto part = [&](int64_t begin, int64_t size) { return shared ? shared.rows(begin, begin + size) : Tensor{}; };
@@ -273,7 +286,7 @@ void Engine::restart() {
 
 // What lies in memory before the first step.
 void Engine::fill_memory() {
-    device_fill(decode_scratch.data, 0, size_t(decode_scratch.bytes()), stream);
+    if (decode_scratch) device_fill(decode_scratch.data, 0, size_t(decode_scratch.bytes()), stream);
     if (fused_step_max_batch > 0) {
         std::vector<LayerCache> of_layer;
         for (int64_t l = 0; l < config.layers; l++) of_layer.push_back(cache.layer(l));
@@ -559,10 +572,27 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
     const LinearAttentionSequences linear_sequences{sequences_of_pass.cum_q, most_tokens};
 
     const ModelConfig& c = config;
-    const int64_t N = int64_t(token.size()), Q = c.heads * c.head_size;
+    const int64_t N = int64_t(token.size()), Q = c.heads * c.head_size, done = int64_t(finished.size());
+    const Tensor angles = table ? angle_rows(N) : Tensor{};
+    const auto attend = [&](int64_t l, const Tensor& heads, const Tensor& out) {
+        const Tensor k = cache.k_rows(l), v = cache.v_rows(l);
+        AttentionSequences s = sequences_of_pass;
+        s.pages = cache.layer(l).pages;
+        s.window = cache.window(l);
+        kv_append(k, v, heads, token_rows[size_t(cache.group(l))], angles, rotating_table(l), c.heads, stream);
+        attention_forward(split_heads(out, c.heads), {}, split_heads(heads.columns(0, Q), c.heads), k, v, s,
+                          c.attention_scale(), attention_scratch, stream);
+    };
+    const auto forget = [&] {
+        for (const PromptChunk& p : chunks) cache.forget(p.prompt->slot, length(p.prompt->slot));
+    };
+    if (forward) {
+        forward->blocks(last.rows(first_finished, first_finished + done), finished_rows, token_ids, token_positions,
+                        attend);
+        return forget();
+    }
     const Tensor hidden = x.rows(0, N);
     embed(hidden, token_ids, token_positions);
-    const Tensor angles = table ? angle_rows(N) : Tensor{};
     run_blocks(hidden, angles, false, tiles, [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
@@ -573,17 +603,10 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
                                              type, attention_scratch, stream);
                 });
         }
-        const Tensor heads = qkv.rows(0, N), k = cache.k_rows(l), v = cache.v_rows(l);
-        AttentionSequences s = sequences_of_pass;
-        s.pages = cache.layer(l).pages;
-        s.window = cache.window(l);
-        kv_append(k, v, heads, token_rows[size_t(cache.group(l))], angles, rotating_table(l), c.heads, stream);
-        attention_forward(split_heads(att.rows(0, N), c.heads), {}, split_heads(heads.columns(0, Q), c.heads), k, v, s,
-                          c.attention_scale(), attention_scratch, stream);
+        attend(l, qkv.rows(0, N), att.rows(0, N));
     });
-    for (const PromptChunk& p : chunks) cache.forget(p.prompt->slot, length(p.prompt->slot));
+    forget();
     score_prompts(chunks, hidden);
-    const int64_t done = int64_t(finished.size());
     if (done > 0) {  // an embedding look-up gathers the rows
         embedding_forward(last.rows(first_finished, first_finished + done), finished_rows, finished_rows, hidden, {},
                           stream);
@@ -880,6 +903,7 @@ DecodeModel Engine::decode_model() const {
 
 // Computes the final norm and the logits; sample() applies the softcap.
 void Engine::compute_logits(Tensor hidden) {
+    if (forward) return forward->head(logits_out.rows(0, hidden.shape[0]), hidden);
     const InputNorm before{weights.normf.weight, weights.normf.bias, static_cast<float>(config.norm_eps),
                            config.norm == Norm::LayerNorm};
     linear({logits_out.rows(0, hidden.shape[0])}, hidden, before, weights.head, scratch, options.batch_invariant,
@@ -892,8 +916,12 @@ void Engine::sample(int64_t B) {
     const SamplingBatch sampling{
         sampling_rows.rows(0, B), sequences.rows(0, B), steps.rows(0, B), step_classes, seen, counts, masks};
     sample_tokens(sampled, logits_rows, options.sampled_vocab, sampling, sample_scratch, stream);
-    if (step_classes & LOGPROBS)
-        cross_entropy_forward(losses.rows(0, B), logits_rows, sampled, config.vocab_size, {}, stream);
+    if (step_classes & LOGPROBS) {
+        // The loss of an outside forward pass, which training computes too, applies the softcap itself.
+        const Softcap softcap = forward ? config.logit_softcap : Softcap{};
+        if (softcap) compute_logits(last.rows(0, B));
+        cross_entropy_forward(losses.rows(0, B), logits_rows, sampled, config.vocab_size, softcap, stream);
+    }
     if (step_classes & TOP_LOGPROBS) find_top_tokens(logits_rows, sampled);
     advance(step_positions.rows(0, B), steps.rows(0, B), sampled, host_tokens, buffer_index, stream);
 }
@@ -1044,9 +1072,26 @@ void Engine::compact_batch() {
     batch_changed = false;
 }
 
+// A pass over the last token of each sequence. No step is pending: the host has read these tokens.
+void Engine::outside_decode_step() {
+    const auto B = int64_t(batch.size());
+    std::vector<Prompt> prompts(batch.size());
+    std::vector<PromptChunk> chunks;
+    for (size_t b = 0; b < batch.size(); b++) {
+        prompts[b].slot = batch[b].slot;
+        prompts[b].tokens = {batch[b].token};
+        chunks.push_back({&prompts[b], 0, 1, 1, -1});
+    }
+    prefill_pass(chunks, 0);
+    compute_logits(last.rows(0, B));
+    sample(B);
+    queue_results(B);
+}
+
 void Engine::decode() {
     require(ready(), "engine: decode() while not ready()");
     if (!pending() && (batch_changed || active() < int64_t(batch.size()))) compact_batch();
+    if (forward) return outside_decode_step();
     int64_t most_tokens = 0;  // of a sequence
     std::vector<int32_t> token_positions;
     std::vector<int64_t> sequence_lengths;

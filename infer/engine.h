@@ -29,6 +29,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -63,6 +64,22 @@ struct EngineOptions {
     bool all_batch_sizes = false;
     int64_t adapters = 0;      // LoRA adapters that prompts choose from (InferenceWeights::adapters)
     int64_t adapter_rank = 0;  // R of kernels/generation/lora_rows.h
+    // Blocks and head are computed by the EngineForward that allocate() gets, and a decode step is a pass like those
+    // over prompts. On the CPU, for softmax attention whose RoPE angles do not depend on a sequence's length; without
+    // adapters, top and prompt logprobs.
+    bool outside_forward = false;
+};
+
+// The forward pass of another program over the model, for EngineOptions::outside_forward. The engine keeps the cache.
+class EngineForward {
+  public:
+    virtual ~EngineForward() = default;
+    // Computes layer l's att [N, NH·HS] from its qkv, after QK-norm and RoPE, and from the cache, to which it appends.
+    using Attend = std::function<void(int64_t l, Tensor qkv, Tensor att)>;
+    // tokens, positions [N] int32, through all blocks. out [n, C]: the input of head() for the rows [n] of them.
+    virtual void blocks(Tensor out, Tensor rows, Tensor tokens, Tensor positions, const Attend& attend) = 0;
+    // out [n, Vp]: the logits before the softcap.
+    virtual void head(Tensor out, Tensor inp) = 0;
 };
 
 constexpr int64_t MAX_TOP_LOGPROBS = 20;
@@ -100,7 +117,8 @@ class Engine {
     Engine& operator=(const Engine&) = delete;
     // The caller owns the weights and keeps them for as long as the engine lives. Throws Error for weights in NF4 or
     // with LoRA adapters. shared: U8 [bytes()], memory that the engine uses and does not own; null: it gets its own.
-    void allocate(const InferenceWeights& weights, const Tensor& shared = {});
+    // forward_pass: with options.outside_forward, the caller's.
+    void allocate(const InferenceWeights& weights, const Tensor& shared = {}, EngineForward* forward_pass = nullptr);
     // For shared memory that something else has used, and for weights that have changed: what the memory holds is lost,
     // no page is found by its content. No sequence may be active, and all slots must be empty.
     void restart();
@@ -109,7 +127,8 @@ class Engine {
     int64_t cache_bytes() const { return cache.bytes(); }
     int64_t state_bytes() const { return states.bytes(); }
     int64_t activation_bytes() const { return plan.bytes(); }
-    int64_t bytes() const;  // of all of them, in one piece
+    int64_t bytes() const;        // of all of them, in one piece
+    int64_t pass_tokens() const;  // the most of a pass
 
     // Prefill cuts a prompt into chunks of this many tokens. A pass takes chunks of several prompts, up to the same
     // number of tokens together.
@@ -245,13 +264,13 @@ class Engine {
                 top_losses + token * top};
     }
 
-    int64_t pass_tokens() const;
     void plan_memory();
     void fill_memory();
     void fill_rope_table();
     void count_weight_bytes();
     void prepare_graphs();
     void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished);
+    void outside_decode_step();
     bool finds_prefixes() const { return cache.finds_prefixes() && !config.has_linear_attention() && !dynamic_rope; }
     std::vector<std::vector<const Prompt*>> groups_of(const std::vector<Prompt>& prompts) const;
     void fork(int64_t from, const std::vector<const Prompt*>& to);
@@ -302,6 +321,7 @@ class Engine {
     Arena memory;
     std::vector<std::pair<Tensor*, int64_t>> bindings;  // each tensor's entry in the plan
     InferenceWeights weights;
+    EngineForward* forward = nullptr;
     int64_t weight_bytes = 0;
     std::unique_ptr<Staging> staging;
 

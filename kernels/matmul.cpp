@@ -13,13 +13,13 @@
 
 #include "kernels/check.h"
 #include "kernels/cpu/cpu_loops.h"
+#include "kernels/cpu/gemm_blocked.h"
 #include "kernels/matmul_check.h"
 #include "runtime/device/convert_dtype.h"
-#ifndef USE_ONEDNN
-#include "kernels/cpu/gemm_blocked.h"
-#endif
 
 namespace {
+
+bool batch_invariant = false;  // matmul_batch_invariant()
 
 #ifdef USE_ONEDNN
 // a·bᵀ, the forward pass of a linear layer, for long rows: there oneDNN's matmul primitive packs b better than its
@@ -67,22 +67,24 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
         for (int64_t i = 0; i < M && !accumulate; i++) std::fill_n(c + i * row_stride(out), N, 0.0f);
         return;
     }
+    const bool forward = !transpose_a && transpose_b;
 #ifdef USE_ONEDNN
-    if (!transpose_a && transpose_b && K >= LONG_ROWS && alpha == 1) {
-        multiply_ABt(op, M, N, K, pa, row_stride(a), pb, row_stride(b), accumulate, c, row_stride(out));
-        return;
+    if (!(batch_invariant && forward)) {
+        if (forward && K >= LONG_ROWS && alpha == 1) {
+            multiply_ABt(op, M, N, K, pa, row_stride(a), pb, row_stride(b), accumulate, c, row_stride(out));
+            return;
+        }
+        // Row-major, unlike BLAS. With beta = 0 what c holds is not read, NaN included.
+        const dnnl_status_t status =
+            dnnl_sgemm(transpose_a ? 'T' : 'N', transpose_b ? 'T' : 'N', M, N, K, alpha, pa, row_stride(a), pb,
+                       row_stride(b), accumulate ? 1.0f : 0.0f, c, row_stride(out));
+        return require(status == dnnl_success, op, ": oneDNN's sgemm failed with status ", int(status), " for M = ", M,
+                       ", N = ", N, ", K = ", K);
     }
-    // Row-major, unlike BLAS. With beta = 0 what c holds is not read, NaN included.
-    const dnnl_status_t status =
-        dnnl_sgemm(transpose_a ? 'T' : 'N', transpose_b ? 'T' : 'N', M, N, K, alpha, pa, row_stride(a), pb,
-                   row_stride(b), accumulate ? 1.0f : 0.0f, c, row_stride(out));
-    require(status == dnnl_success, op, ": oneDNN's sgemm failed with status ", int(status), " for M = ", M,
-            ", N = ", N, ", K = ", K);
-#else
-    (void)op;
+#endif
+    (void)op, (void)forward;
     gemm_blocked(transpose_a, transpose_b, M, N, K, pa, row_stride(a), pb, row_stride(b), accumulate, c,
                  row_stride(out), alpha);
-#endif
 }
 
 // The same for an out in fp32 or bf16. bf16: the product is computed in fp32 in memory of its own, and what is stored
@@ -280,6 +282,10 @@ void matmul_backward_bias(Tensor dbias, Tensor dout, bool accumulate, Stream) {
     check_matrix(op, "dout", dout);
     check_tensor(op, "dbias", dbias, DType::F32, {dout.shape[1]});
     sum_rows(dbias, dout, accumulate);
+}
+
+void matmul_batch_invariant(bool on) {
+    batch_invariant = on;
 }
 
 void matmul_tuning(bool, Stream) {}

@@ -388,6 +388,10 @@ void matmul_backward_bias(Tensor dbias, Tensor dout, bool accumulate, Stream str
     sum_rows(op, dbias, dout, accumulate, stream);
 }
 
+void matmul_batch_invariant(bool on) {
+    require(!on, "matmul_batch_invariant: not in CUDA, whose library chooses how it sums by the number of rows");
+}
+
 void matmul_tuning(bool on, Stream stream) {
     blas_of("matmul_tuning", stream).tuning = on;
 }

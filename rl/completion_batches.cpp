@@ -32,7 +32,7 @@ void add_example(Batch& batch, const PolicyExample& e) {
     for (size_t i = 0; i < e.tokens.size(); i++, at++) {
         if (i > 0) batch.tokens[at] = e.tokens[i - 1];
         batch.targets[at] = e.tokens[i];
-        batch.policy[at] = {e.advantage, e.weight, e.sampler_logps[i], 0, 0};
+        batch.policy[at] = {e.advantage, e.weight, e.sampler_logps[i], 0, e.sampler_logps[i]};
     }
 }
 

@@ -10,6 +10,7 @@
 #include "driver/inference.h"
 #include "driver/sequence_loss.h"
 #include "infer/prompts.h"
+#include "kernels/matmul.h"
 #include "rl/advantages.h"
 #include "runtime/device/convert_dtype.h"
 #include "runtime/files/files.h"
@@ -53,16 +54,21 @@ void Rollouts::allocate_engine() {
     const Context& ctx = trainer.ctx;
     const Model& model = trainer.model;
     const Tensor memory = trainer.acts.rollout;
-    const int64_t bank_at = ArenaPlan::aligned(engine.bytes());
+    const int64_t rest_at = ArenaPlan::aligned(engine.bytes());
+    const auto rest = [&](int64_t bytes) { return memory.rows(rest_at, rest_at + bytes); };
     weights = inference_weights(model);
-    if (model.adapters) {
+    for (BlockWeights& block : weights.blocks)
+        for (LinearWeights* layer : {&block.qkv, &block.proj, &block.fc, &block.fcproj}) layer->lora = {};
+    if (options.exact) {
+        matmul_batch_invariant(true);
+        exact.emplace(ctx, model, trainer.acts, rollout_forward(trainer.options, model, engine.pass_tokens()));
+        exact->allocate(rest(exact->bytes()));
+    } else if (model.adapters) {
         bank.emplace(model.table, 1, engine.options.adapter_rank, engine.options.dtype);
-        bank->allocate(ctx.stream, memory.rows(bank_at, bank_at + bank->bytes()));
+        bank->allocate(ctx.stream, rest(bank->bytes()));
         weights.adapters = bank->blocks();
-        for (BlockWeights& block : weights.blocks)
-            for (LinearWeights* layer : {&block.qkv, &block.proj, &block.fc, &block.fcproj}) layer->lora = {};
     }
-    if (options.temperature != 1) {  // then the logits are divided by it, as training's are
+    if (options.temperature != 1 && !exact) {  // then the logits are divided by it, as training's are
         Tensor* const tensors[] = {&weights.normf.weight, &weights.normf.bias};
         int64_t bytes = 0;
         for (const Tensor* t : tensors) bytes += *t ? ArenaPlan::aligned(t->bytes()) : 0;
@@ -75,7 +81,7 @@ void Rollouts::allocate_engine() {
         }
     }
     load_weights();
-    engine.allocate(weights, memory.rows(0, engine.bytes()));
+    engine.allocate(weights, memory.rows(0, engine.bytes()), exact ? &*exact : nullptr);
 }
 
 // What the engine has of its own beside the weights that the run trains.
@@ -86,7 +92,7 @@ void Rollouts::load_weights() {
         bank->clear(ctx.stream);
         bank->store(0, ctx, model);
     }
-    if (options.temperature == 1) return;
+    if (!scaled_norm) return;
     const std::pair<Tensor, Tensor> scaled[] = {{weights.normf.weight, model.weight(NORMF_W)},
                                                 {weights.normf.bias, model.weight(bias_of(NORMF_W))}};
     for (const auto& [to, from] : scaled) {
@@ -103,7 +109,8 @@ void Rollouts::load_weights() {
 std::string Rollouts::describe() const {
     return str(with_commas(int64_t(data.problems.size())), " prompts of up to ", data.prompts.longest, " tokens; ",
                options.prompts, " prompts x ", options.completions, " completions of up to ", options.max_tokens,
-               " tokens a rollout", options.updates > 1 ? str(", ", options.updates, " updates each") : "");
+               " tokens a rollout", options.updates > 1 ? str(", ", options.updates, " updates each") : "",
+               options.exact ? ", exact" : "");
 }
 
 // Each pass over the problems has another order.
@@ -250,7 +257,7 @@ void Rollouts::add_log_probabilities() {
     };
     trainer.watchdog.state("computing log-probabilities", trainer.step + 1);
     if (options.policy.kl > 0) add(false, &Batch::PolicyTerms::reference_logp);
-    if (options.updates > 1) add(true, &Batch::PolicyTerms::old_logp);
+    if (options.updates > 1 && !exact) add(true, &Batch::PolicyTerms::old_logp);
 }
 
 void Rollouts::log_rewards(const std::vector<Summary>& all) {

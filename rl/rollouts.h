@@ -11,7 +11,8 @@
 //
 // A token is sampled by the engine's kernels, and learnt from by training's, whose log-probabilities differ in the last
 // bits: kernels/policy_loss.h weighs tokens by the ratio. With several updates, π_old comes from a forward pass of
-// training's kernels before the first of them.
+// training's kernels before the first of them. With --rollout exact training's kernels sample, too
+// (rl/exact_forward.h): the ratio is 1, and π_old what was recorded.
 //
 // What a rollout samples depends on the run's seed, the rollout's number and the weights, so that a resumed run repeats
 // it. Each rank samples for its own part of the prompts.
@@ -28,6 +29,7 @@
 #include "driver/trainer.h"
 #include "infer/engine.h"
 #include "rl/completion_batches.h"
+#include "rl/exact_forward.h"
 
 class Rollouts : public BatchSource {
   public:
@@ -76,6 +78,7 @@ class Rollouts : public BatchSource {
     Scorer scorer;
     std::optional<AdapterBank> bank;
     Arena scaled_norm;  // the final norm's weights divided by the temperature
+    std::optional<ExactForward> exact;
     Engine engine;
     InferenceWeights weights;
     std::unique_ptr<RunLog> completions_log;  // of rank 0

@@ -585,7 +585,7 @@ std::vector<double> run_paged(const Problem& p, bool reversed) {
     return out.fetch();
 }
 
-// Keys in pages: the oracle's results, the same bits wherever the pages lie, and on a GPU those of keys in a row.
+// Keys in pages: the oracle's results, the same bits wherever the pages lie, and those of keys in a row.
 TEST_P(Attention, KeysInPages) {
     for (const auto& [NH, NKV, HS] :
          {std::tuple<int64_t, int64_t, int64_t>{4, 2, 64}, {2, 1, 128}, {2, 2, 40}, {1, 1, 160}})
@@ -597,11 +597,38 @@ TEST_P(Attention, KeysInPages) {
                 p.q.data(), p.k.data(), p.v.data(), p.cum_q, p.cum_k, NH, NKV, HS, double(p.scale), p.shape.mask);
             expect_close("out", out, ref.out.value, ref.out.mag, 700, HS, p.dtype, 2);
             expect_same_bits("another order", out, run_paged(p, false));
-#ifdef USE_CUDA
             expect_same_bits("keys in a row", out, run(p).out);
-#endif
         }
 }
+
+#ifndef USE_CUDA
+// A query alone, or in a chunk of queries, after the keys of its sequence: the bits that it has in a pass over the whole
+// sequence, which is what exact rollouts rest on (rl/exact_forward.h). Windows end on the edges of blocks of keys and
+// within them; heads of 300 channels have narrower tiles.
+TEST_P(Attention, BitsOfAQueryDependOnItsKeysAlone) {
+    constexpr int64_t T = 141;
+    for (const auto& [NH, NKV, HS] : {std::tuple<int64_t, int64_t, int64_t>{4, 2, 24}, {1, 1, 300}})
+        for (const int64_t window : {0, 1, 20, 64, 77}) {
+            const Problem whole(activation(), {{T}, {T}, NH, NKV, HS, {true, window}});
+            const std::vector<double> out = run(whole).out;
+            for (const int64_t n : {1, 7, 50, 100}) {
+                Shape shape{{}, {}, NH, NKV, HS, {true, window}};
+                for (int64_t i = 0; i < T; i += n) {
+                    shape.qlens.push_back(std::min(n, T - i));
+                    shape.klens.push_back(std::min(i + n, T));
+                }
+                Problem parts(activation(), shape);
+                parts.q = whole.q;
+                for (size_t s = 0; s < shape.klens.size(); s++)
+                    for (const auto& [to, from] : {std::pair(&parts.k, &whole.k), {&parts.v, &whole.v}})
+                        std::copy_n(from->begin(), shape.klens[s] * NKV * HS,
+                                    to->begin() + parts.cum_k[s] * NKV * HS);
+                SCOPED_TRACE(str("HS ", HS, " window ", window, " chunks of ", n));
+                expect_same_bits("out", run_paged(parts, true), out);
+            }
+        }
+}
+#endif
 
 TEST_P(Attention, Deterministic) {
     for (const Shape& shape : {Shape{{200}, {200}, 2, 1, 40}, Shape{{150}, {181}, 1, 1, 16},

@@ -207,6 +207,43 @@ TEST(GemmBlocked, ScalesTheProduct) {
     }
 }
 
+// Each row alone, and in matrices of several sizes, with what a linear layer and its adapters add.
+TEST(Matmul, BatchInvariantRowsDoNotDependOnTheOthers) {
+    matmul_batch_invariant(true);
+    for (const auto& [K, OC] : {std::pair<int64_t, int64_t>{5, 3}, {64, 70}, {300, 129}, {2100, 40}}) {
+        constexpr int64_t N = 131;
+        const TestArray inp = TestArray::random({N, K}, 1), weight = TestArray::random({OC, K}, 2),
+                        bias = TestArray::random({OC}, 3), add = TestArray::random({N, OC}, 4);
+        const auto rows = [&, OC = OC](int64_t begin, int64_t end) {
+            const Tensor x = inp.tensor().rows(begin, end);
+            const TestArray plain = TestArray::poisoned({end - begin, OC}), biased = TestArray::poisoned({end - begin, OC}),
+                            added = TestArray::poisoned({end - begin, OC}), scaled = TestArray::poisoned({end - begin, OC});
+            matmul_forward(plain, x, weight, {}, stream());
+            matmul_forward(biased, x, weight, bias, stream());
+            matmul_forward_add(added, x, weight, bias, add.tensor().rows(begin, end), stream());
+            matmul_forward(scaled, x, weight, bias, stream());
+            matmul(scaled, x, weight, false, true, true, stream(), 0.3f);
+            std::vector<double> all;  // row by row
+            for (int64_t i = 0; i < end - begin; i++)
+                for (const TestArray* t : {&plain, &biased, &added, &scaled}) {
+                    const std::vector<double> values = t->fetch();
+                    all.insert(all.end(), values.begin() + i * OC, values.begin() + (i + 1) * OC);
+                }
+            return all;
+        };
+        const std::vector<double> whole = rows(0, N);
+        for (const int64_t n : {1, 2, 12, 13, 64}) {
+            std::vector<double> parts;
+            for (int64_t begin = 0; begin < N; begin += n) {
+                const std::vector<double> part = rows(begin, std::min(begin + n, N));
+                parts.insert(parts.end(), part.begin(), part.end());
+            }
+            expect_same_bits("rows", parts, whole);
+        }
+    }
+    matmul_batch_invariant(false);
+}
+
 TEST(GemmBlocked, BitsDoNotDependOnThreads) {
     const TestArray a = TestArray::random({150, 300}, 1), b = TestArray::random({300, 170}, 2);
     expect_deterministic("gemm_blocked", [&] {

@@ -124,6 +124,34 @@ class RlTest(TrainingTest):
                 for line in log(whole):  # also with a temperature, and with adapters
                     self.assertLess(line["sampler_gap_largest"], 1e-4)
 
+    @unittest.skipIf(cuda(), "only the CPU's kernels promise the same bits")
+    def test_exact_rollouts_sample_what_is_learnt_from(self):
+        """Real steps: the largest difference of log-probabilities is 0, to the bit, in each."""
+        small = ["--layers", 2, "--channels", 64, "--heads", 2, "--steps", 4]
+        bases = {"gpt2": ["--model", "gpt2-tiny"], "qk_norm": ["--model", "llama-tiny", "--qk-norm", "weights"],
+                 "after": ["--model", "llama-tiny", "--norm-placement", "after"]}
+        long = ["--max-tokens", 100, "--steps", 3, "--save-every", 0, "--ignore-eos"]
+        cases = {"plain": [], "gpt2": [*long, "--completions", 8], "qk_norm": [*long, "--batch-size", 3],
+                 "after": long, "lora": [*long, "--lora-rank", 2, "--kl", 0.05, "--temperature", 0.8],
+                 "qlora": ["--lora-rank", 2, "--qlora"],
+                 "block": [*long, "--recompute", "block", "--batch-size", 2, "--rollout-batch-size", 3],
+                 "updates": ["--updates-per-rollout", 3, "--optimizer", "muon", "--temperature", 0.7]}
+        for name, options in cases.items():
+            with self.subTest(name):
+                model = self.train("base_" + name, *bases[name], *small) if name in bases else self.base
+                out = self.rl("exact_" + name, "--rollout", "exact", "--model", model, *options)
+                lines = log(out)
+                self.assertGreater(sum(line["policy_tokens"] for line in lines), 0)
+                self.assertEqual({(line["sampler_gap"], line["sampler_gap_largest"]) for line in lines}, {(0, 0)})
+        # A resumed run goes on with the same bits, and not with the other kind.
+        whole, part = (self.rl("exact_" + name, "--rollout", "exact", "--steps", steps)
+                       for name, steps in (("whole", 6), ("part", 3)))
+        self.resume(part, "--steps", 6)
+        self.assertEqual(self.state(part), self.state(whole))
+        done = run("rl", "--resume", "--out", part, "--rollout", "fast", "--steps", 9)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("cannot change", done.stderr)
+
     def test_killed_runs_resume_to_the_bit(self):
         options = ["--steps", 12, "--save-every", 2, "--updates-per-rollout", 2]
         if cuda():  # a run that is killed before its first checkpoint times the matmuls again
@@ -228,13 +256,15 @@ class RlTest(TrainingTest):
         self.assertLess(few, 1.1 * alone)  # what a policy's loss needs of each token
         # Pages of 128 tokens: 2 for each sequence, of k and v in 2 layers of 1 head of 32 channels in fp32.
         self.assertGreater(many, 64 * 2 * 128 * 2 * 2 * 32 * 4)
-        out = self.rl("planned", "--steps", 3, "--batch-size", 2, "--prompts", 8, "--completions", 8)
-        memory = log(out)[0]["memory"]
-        done = run("plan", "--model", self.base, "--batch-size", 2, "--seq-len", 142, "--dtype", "fp32", "--json",
-                   "--rollout-batch-size", 64)
-        plan = json.loads(done.stdout)  # of a run that saves meanwhile, which this one does not
-        snapshot = {**plan["bytes"], **plan.get("host_bytes", {})}["checkpoint snapshot"]
-        self.assertEqual(plan["total_bytes"] - snapshot, memory)
+        for how in ("fast",) if cuda() else ("fast", "exact"):
+            out = self.rl("planned_" + how, "--steps", 3, "--batch-size", 2, "--prompts", 8, "--completions", 8,
+                          "--rollout", how)
+            memory = log(out)[0]["memory"]
+            done = run("plan", "--model", self.base, "--batch-size", 2, "--seq-len", 142, "--dtype", "fp32", "--json",
+                       "--rollout-batch-size", 64, "--rollout", how)
+            plan = json.loads(done.stdout)  # of a run that saves meanwhile, which this one does not
+            snapshot = {**plan["bytes"], **plan.get("host_bytes", {})}["checkpoint snapshot"]
+            self.assertEqual(plan["total_bytes"] - snapshot, memory)
 
     @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
     def test_ranks_sample_what_one_does(self):
@@ -262,6 +292,12 @@ class RlTest(TrainingTest):
             refused(2, [option, "--temperature"], option, 1)
         refused(1, ["gpt2-tiny", "preset without weights"], "--model", "gpt2-tiny")
         refused(2, ["--completions", "at least 2"], "--completions", 1)
+        refused(2, ["--rollout", "exact"], "--rollout", "slow")
+        if cuda():
+            refused(1, ["--rollout exact", "--rollout fast on a GPU"], "--rollout", "exact")
+        else:
+            linear = self.train("linear", "--model", "gpt2-tiny", "--attention", "linear", "--layers", 1, "--steps", 1)
+            refused(1, ["--rollout exact", "linear attention", "--rollout fast"], "--rollout", "exact", "--model", linear)
         refused(1, ["verifier"], "--data", write_rows(os.path.join(self.top, "bad.jsonl"),
                                                       [{"prompt": "a", "answer": "b"}]))
         done = run("rl", "--out", os.path.join(self.rl("changed", "--steps", 3)), "--resume", "--completions", 2)

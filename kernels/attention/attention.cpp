@@ -10,6 +10,11 @@
 // Each query sees one contiguous range of keys, which moves by one from query to query: a band. Tiles on an edge of the
 // band are cut into steps of 16 along its later edge, the diagonal of causal attention, and only the 16×16 blocks that
 // an edge crosses are masked. No matmul adds a masked element, not even as 0·x: it may be NaN.
+//
+// The forward pass takes the keys of a sequence in blocks of 64, counted from key 0. A block updates the online softmax
+// of a query once, and keys that the query does not see add 0 to its sums. So the bits of a query's output depend on
+// the keys that it sees alone, and not on which queries the pass has beside it or where keys lie in pages: a lone query
+// after the keys of its sequence has the bits that it has in a pass over the whole sequence.
 #include "kernels/attention/attention.h"
 
 #include <omp.h>
@@ -169,10 +174,6 @@ struct KeyRows : HeadRows {  // of key 0; with pages, of the cache's first row
     float* operator[](int64_t j) const {
         return HeadRows::operator[](pages ? pages[j / KV_PAGE] * KV_PAGE + j % KV_PAGE : j);
     }
-    // The end of the keys that follow key j in memory.
-    int64_t run_end(int64_t j) const {
-        return pages ? (j / KV_PAGE + 1) * KV_PAGE : std::numeric_limits<int64_t>::max();
-    }
 };
 
 // Queries of one tile, one in each lane, and their accumulators.
@@ -257,18 +258,15 @@ void forward_tile(HeadRows out, float* lse, HeadRows q, KeyRows k, KeyRows v, in
     std::fill(max, max + MAX_TILE, -INF);
     std::fill(sum, sum + MAX_TILE, 0.0f);
 
-    // All queries see the keys full_begin … full_end − 1. The last step before the band's end begins at full_end.
-    const int64_t end = band.end(i0 + nq - 1, klen), full_begin = band.begin(i0 + nq - 1);
-    const int64_t full_end = std::clamp<int64_t>(i0 + band.last, 0, klen);
+    // All queries see the keys full_begin … full_end − 1.
+    const int64_t end = band.end(i0 + nq - 1, klen), full_begin = band.begin(i0 + nq - 1), full_end = band.end(i0, klen);
+    static_assert(KV_PAGE % MAX_TILE == 0, "a block of keys lies in one page");
     for (int64_t j = band.begin(i0), next; j < end; j = next) {
-        next = std::min({j + MAX_TILE, end, k.run_end(j)});
-        if (j >= full_begin && j < full_end) {
-            next = std::min(next, full_end);
+        next = std::min((j / MAX_TILE + 1) * MAX_TILE, end);
+        if (j >= full_begin && next <= full_end)
             forward_full(t, k, v, j, next - j, vecs, HS);
-        } else {
-            if (j < full_begin && full_begin < full_end) next = std::min(next, full_begin);
+        else
             forward_edge(t, k, v, j, next, {i0 + band.first, i0 + band.last}, vecs, HS);
-        }
     }
 
     for (int64_t i = 0; i < nq; i++) {

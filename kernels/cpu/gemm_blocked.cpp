@@ -96,17 +96,15 @@ struct Result {
 };
 
 // A tile that extends beyond c, or whose rows are not contiguous in c, is computed in a buffer, and the part inside c
-// is copied.
+// is copied. Also what it is added to is copied, so that the same instructions add as in a whole tile.
 void multiply_edge_tile(const Tile& tile, const float* a, const float* b, int64_t K, float alpha, bool accumulate,
                         Result c, int64_t rows, int64_t columns) {
-    alignas(64) float whole[MAX_TILE];
-    tile.kernel(a, b, K, 1, false, whole, tile.columns);
+    alignas(64) float whole[MAX_TILE] = {};
+    for (int64_t r = 0; accumulate && r < rows; r++)
+        for (int64_t j = 0; j < columns; j++) whole[r * tile.columns + j] = *c.at(r, j);
+    tile.kernel(a, b, K, alpha, accumulate, whole, tile.columns);
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t j = 0; j < columns; j++) {
-            const float x = whole[r * tile.columns + j];
-            float* to = c.at(r, j);
-            *to = accumulate ? *to + alpha * x : alpha * x;
-        }
+        for (int64_t j = 0; j < columns; j++) *c.at(r, j) = whole[r * tile.columns + j];
 }
 
 struct Range {

@@ -1,0 +1,220 @@
+// Rollouts through training's forward pass (rl/exact_forward.h): recorded log-probabilities are training's, bit for
+// bit, and tokens come as often as these say.
+#ifndef USE_CUDA
+#include <cmath>
+#include <cstring>
+#include <map>
+
+#include "dev/tests/adapters.h"
+#include "dev/tests/generation_fixture.h"
+#include "driver/sequence_loss.h"
+#include "infer/generate.h"
+#include "kernels/matmul.h"
+#include "rl/completion_batches.h"
+#include "rl/exact_forward.h"
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GenerationByType);
+
+namespace {
+
+constexpr int64_t CONTEXT = 270;  // keys in five blocks and three pages
+constexpr int32_t END = 7;        // the token that ends a completion
+
+RunShape policy_shape(int64_t B, int64_t T, double temperature = 1) {
+    RunShape shape = training_shape(B, T);
+    shape.rollout.emplace();
+    shape.rollout->temperature = temperature;
+    return shape;
+}
+
+// An engine that samples through the forward pass of d's model.
+struct ExactEngine {
+    Engine engine;
+    ExactForward forward;
+    TestArray memory;
+
+    ExactEngine(const Driver& d, EngineOptions o)
+        : engine(d.model.config, complete(o), d.ctx.stream),
+          forward(d.ctx, d.model, d.acts, rollout_forward(run_options(), d.model, engine.pass_tokens())),
+          memory(TestArray::scratch(forward.bytes())) {
+        matmul_batch_invariant(true);
+        forward.allocate(memory);
+        InferenceWeights weights = inference_weights(d.model);
+        for (BlockWeights& b : weights.blocks)
+            for (LinearWeights* layer : {&b.qkv, &b.proj, &b.fc, &b.fcproj}) layer->lora = {};
+        engine.allocate(weights, {}, &forward);
+    }
+    ~ExactEngine() { matmul_batch_invariant(false); }
+
+    static EngineOptions complete(EngineOptions o) {
+        o.outside_forward = o.logprobs = true;
+        return o;
+    }
+    static RunOptions run_options() {
+        RunOptions o;
+        o.model.dtype = "fp32";
+        return o;
+    }
+};
+
+// G completions of each prompt. Few sequences run at a time, in a cache that has no room for all of them: sequences
+// begin, end and are suspended while others decode, prompts' pages are shared, and pages lie anywhere.
+struct Rollout {
+    std::vector<std::vector<int32_t>> prompts;
+    std::vector<PolicyExample> examples;
+
+    Rollout(const Driver& d, const std::vector<int64_t>& lengths, int64_t G, int64_t max_tokens) {
+        EngineOptions o = engine_options(11, CONTEXT, 1);
+        o.cache_pages = 17;
+        ExactEngine exact(d, o);
+        CompletionOptions options;
+        options.max_tokens = max_tokens;
+        options.eos = {END};
+        std::vector<Completion> completions(lengths.size() * size_t(G), Completion(nullptr, options));
+        std::vector<Request> requests;
+        for (const int64_t n : lengths) prompts.push_back(random_tokens(d.model.config, n, uint64_t(n)));
+        for (size_t i = 0; i < completions.size(); i++)
+            requests.push_back({prompts[i / size_t(G)], 0, int64_t(i), &completions[i], {}});
+        ContextPolicy whole;
+        whole.slide = false;
+        generate(exact.engine, requests, whole);
+        for (size_t i = 0; i < completions.size(); i++) {
+            examples.push_back({&prompts[i / size_t(G)], completions[i].tokens(), completions[i].logprobs(), 1, 1});
+            if (requests[i].end < 0) continue;
+            examples.back().tokens.push_back(requests[i].end);
+            examples.back().sampler_logps.push_back(requests[i].end_logprob);
+        }
+    }
+    // Tokens whose recorded log-probability is not the one that training computes in batches of B·T; all tokens.
+    struct Compared {
+        int64_t differ = 0, tokens = 0;
+    };
+    Compared compare(const Driver& d, const Activations& acts, int64_t B, int64_t T) const {
+        matmul_batch_invariant(true);
+        Compared result;
+        for (const Batch& batch : completion_batches(examples, B, T, 0)) {
+            const std::vector<float> logps = target_logps(d.ctx, d.model, acts, batch, true);
+            for (size_t i = 0; i < logps.size(); i++) {
+                if (batch.targets[i] == Batch::NO_TARGET) continue;
+                result.tokens++;
+                result.differ += std::memcmp(&logps[i], &batch.policy[i].sampler_logp, sizeof(float)) != 0;
+            }
+        }
+        matmul_batch_invariant(false);
+        return result;
+    }
+};
+
+// In micro-batches of two sizes. Returns the number of tokens.
+int64_t expect_exact(Driver& d, double temperature) {
+    d.randomise(3);
+    const Rollout rollout(d, {1, 63, 64, 127, 130, 150}, 16, 120);
+    const Rollout::Compared first = rollout.compare(d, d.acts, d.acts.shape.B, CONTEXT);
+    RunShape shape = policy_shape(3, CONTEXT, temperature);
+    set_adapters(shape, d.model);
+    Activations larger(d.model.config, shape);
+    larger.allocate(d.ctx);
+    const Rollout::Compared second = rollout.compare(d, larger, 3, CONTEXT);
+    EXPECT_EQ(first.differ, 0);
+    EXPECT_EQ(second.differ, 0);
+    EXPECT_EQ(first.tokens, second.tokens);
+    EXPECT_GT(first.tokens, 1000);
+    return first.tokens;
+}
+
+// Room for longer sequences, and windows that end within blocks of keys.
+ModelConfig longer(ModelConfig c) {
+    c.max_positions = CONTEXT + 10;
+    for (LayerConfig& layer : c.layer)
+        if (layer.window) layer.window = layer.window * 17 + 2;
+    return c;
+}
+
+// Every variant of the model, and at least 100,000 tokens in all.
+TEST(ExactRollouts, RecordTrainingsLogProbabilities) {
+    int64_t tokens = 0;
+    for (const ModelVariant& variant : MODEL_VARIANTS) {
+        SCOPED_TRACE(variant.name);
+        ModelConfig c = base_config();
+        variant.apply(c);
+        validate(c, variant.name);
+        c = longer(c);
+        if (c.has_linear_attention()) {
+            EngineOptions o = engine_options(2, CONTEXT);
+            o.outside_forward = true;
+            EXPECT_THROW(Engine(c, o, {}), Error);
+            continue;
+        }
+        Driver d(c, policy_shape(1, CONTEXT));
+        tokens += expect_exact(d, 1);
+    }
+    EXPECT_GE(tokens, 100'000);
+}
+
+TEST(ExactRollouts, WithATemperatureAndAdapters) {
+    ModelConfig c = longer(base_config());
+    Driver plain(c, policy_shape(1, CONTEXT, 0.7));
+    expect_exact(plain, 0.7);
+    c.channels = 300;  // sums in more than one block of K
+    c.layer[1].window = 77;
+    Driver adapted(c, policy_shape(1, CONTEXT, 1.3), true, Driver::default_options(), OptimizerType::AdamW, {}, {},
+                   lora_options());
+    expect_exact(adapted, 1.3);
+}
+
+// Each sequence has random numbers of its own, so that the first tokens after one prompt are independent draws. What is
+// expected fewer than 8 times counts as one cell.
+TEST(ExactRollouts, TokensComeAsOftenAsTheirRecordedProbabilitiesSay) {
+    constexpr int64_t SLOTS = 1000, ROUNDS = 100;
+    for (const bool capped : {false, true}) {
+        ModelConfig c = longer(base_config());
+        if (capped) c.logit_softcap = {Softcap::Function::Tanh, 2};
+        Driver d(c, policy_shape(1, CONTEXT));
+        d.randomise(3);
+        EngineOptions o = engine_options(SLOTS, CONTEXT, 1);
+        o.cache_pages = 2 * SLOTS;
+        ExactEngine exact(d, o);
+        Engine& engine = exact.engine;
+        const std::vector<int32_t> prompt = random_tokens(c, 70, 5);
+        std::map<int32_t, double> probability;
+        std::map<int32_t, int64_t> count;
+        for (int64_t round = 0; round < ROUNDS; round++) {
+            std::vector<Prompt> prompts(SLOTS);
+            for (int64_t s = 0; s < SLOTS; s++) {
+                prompts[size_t(s)].slot = s;
+                prompts[size_t(s)].sequence = round * SLOTS + s;
+                prompts[size_t(s)].like = s ? 0 : -1;
+            }
+            prompts[0].tokens = prompt;
+            engine.prefill(prompts);
+            const Engine::Step& step = engine.next();
+            for (size_t i = 0; i < step.tokens.size(); i++) {
+                const double p = std::exp(double(step.logprobs[i]));
+                EXPECT_EQ(probability.emplace(step.tokens[i], p).first->second, p);
+                count[step.tokens[i]]++;
+            }
+            for (int64_t s = 0; s < SLOTS; s++) {
+                engine.retire(s);
+                engine.truncate(s);
+            }
+        }
+        const double draws = double(SLOTS * ROUNDS);
+        double chi_square = 0, rest = 1, rest_count = draws;
+        int64_t cells = 1;
+        const auto add = [&](double n, double p) { chi_square += (n - draws * p) * (n - draws * p) / (draws * p); };
+        for (const auto& [token, p] : probability) {
+            if (draws * p < 8) continue;
+            add(double(count[token]), p);
+            rest -= p;
+            rest_count -= double(count[token]);
+            cells++;
+        }
+        if (rest * draws >= 1) add(rest_count, rest);
+        EXPECT_GT(cells, 20);
+        // Mean and variance of χ² with n degrees of freedom: n and 2n. Five deviations.
+        EXPECT_LT(chi_square, double(cells - 1) + 5 * std::sqrt(2.0 * double(cells - 1)));
+    }
+}
+
+}  // namespace
+#endif

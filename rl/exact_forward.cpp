@@ -1,0 +1,26 @@
+#include "rl/exact_forward.h"
+
+#include "driver/pass.h"
+#include "driver/sequence_loss.h"
+#include "kernels/gather_rows.h"
+#include "kernels/matmul.h"
+
+ExactForward::ExactForward(const Context& context, const Model& m, const Activations& of_run, const RunShape& shape)
+    : ctx(context), model(m), run(of_run), acts(m.config, shape) {}
+
+void ExactForward::allocate(const Tensor& shared) {
+    acts.allocate(ctx, shared);
+    acts.rope_table = run.rope_table;  // which outlives the steps that overwrite `shared`
+}
+
+void ExactForward::blocks(Tensor out, Tensor rows, Tensor tokens, Tensor positions, const Attend& attend) {
+    const Input in{tokens.shape[0], tokens, positions, {}, {}, {}};
+    Pass p{ctx, model, acts, in};
+    p.attention = [&](const Block& b) { attend(b.l, b.a.qkv, b.a.att); };
+    forward(p);
+    if (rows.shape[0]) gather_rows(out, acts.normf.rows(0, in.n), rows, ctx.stream, logit_scale(run));
+}
+
+void ExactForward::head(Tensor out, Tensor inp) {
+    matmul_forward(out, inp, model.weight(model.head()), model.weight(HEAD_B), ctx.stream);
+}

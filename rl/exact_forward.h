@@ -1,0 +1,31 @@
+// Rollouts through training's own forward pass (`rl --rollout exact`): a token's recorded log-probability has the bits
+// of the one that training computes for it. On the CPU, in fp32.
+//
+// Blocks, final norm and head are those of train_gpt.cu, over the rows of a pass of the engine instead of a packed
+// batch; the engine's cache stands in for the batch's keys and values. What makes a row independent of the others:
+//
+//   matmuls    one order of the sum for any number of rows: matmul_batch_invariant(), which training uses too
+//   attention  blocks of keys counted from the sequence's first key (kernels/attention/attention.cpp)
+//   the rest   row by row
+//
+// So neither the sizes of batches and prefill chunks nor shared prefixes nor pages nor recomputation change a bit.
+#pragma once
+
+#include "infer/engine.h"
+#include "model.h"
+
+class ExactForward : public EngineForward {
+  public:
+    // shape: that of rollout_forward(). run: the activations of the run, whose RoPE table and temperature it takes.
+    ExactForward(const Context& ctx, const Model& model, const Activations& run, const RunShape& shape);
+    int64_t bytes() const { return acts.plan.bytes(); }
+    void allocate(const Tensor& shared);  // U8 [bytes()]
+    void blocks(Tensor out, Tensor rows, Tensor tokens, Tensor positions, const Attend& attend) override;
+    void head(Tensor out, Tensor inp) override;
+
+  private:
+    const Context& ctx;
+    const Model& model;
+    const Activations& run;
+    Activations acts;
+};
