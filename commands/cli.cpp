@@ -627,8 +627,7 @@ CLI::Option* add_offload_option(CLI::App& app, std::string& offload) {
             "--offload", offload,
             "list of what to keep in pinned host memory, as in optimizer,activations. optimizer: the moments; master: "
             "the master weights; activations: the inputs of blocks until the backward pass (with --recompute block "
-            "nothing else is kept); weights: the frozen weights under adapters, layer by layer copied to the GPU ahead "
-            "of "
+            "nothing else is kept); weights: the frozen weights under adapters, copied layer by layer ahead of "
             "use; none: nothing. On the CPU nothing is gained")
         ->check(offload_set())
         ->capture_default_str()
