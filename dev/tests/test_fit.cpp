@@ -126,6 +126,7 @@ TEST(Fit, OffloadsFrozenWeightsLast) {
     const auto before = std::find_if(fit.tried.begin(), fit.tried.end(), [](const FitReport::Try& t) {
         return t.options.find("weights") != std::string::npos;
     });
+    ASSERT_GT(before - fit.tried.begin(), 0);
     EXPECT_EQ((before - 1)->options,
               "--batch-size 1 --zero-stage 3 --recompute block --optimizer-dtype bf16 --offload activations");
     o = adapters;
