@@ -153,8 +153,9 @@ void check_exact(const RunOptions& o, const ModelConfig& c, Device device) {
     const bool dynamic = c.positions == Positions::RoPE && c.rope_scaling.kind == RopeScaling::Kind::Dynamic;
     require(device == Device::CPU,
             "--rollout exact: only the CPU's kernels promise the same bits so far; use --rollout fast on a GPU");
-    require(!o.fp8.on, "--rollout exact: --matmul-dtype fp8 scales all tokens of a batch together, so that they depend "
-                       "on each other; leave one of them out");
+    require(!o.fp8.on,
+            "--rollout exact: --matmul-dtype fp8 scales all tokens of a batch together, so that they depend "
+            "on each other; leave one of them out");
     require(!c.has_linear_attention(),
             "--rollout exact: layers of linear attention sum in chunks when they train, and token by token when they "
             "sample; use --rollout fast");
@@ -169,8 +170,7 @@ int64_t rollout_bytes(const RunOptions& o, const Model& model) {
     const Engine planned(model.config, options, {});
     const int64_t engine = ArenaPlan::aligned(planned.bytes());
     if (o.rollout.exact)
-        return engine +
-               Activations(model.config, rollout_forward(o, model, planned.pass_tokens())).plan.bytes();
+        return engine + Activations(model.config, rollout_forward(o, model, planned.pass_tokens())).plan.bytes();
     return o.lora.on() ? engine + AdapterBank(model.table, 1, options.adapter_rank, options.dtype).bytes() : engine;
 }
 

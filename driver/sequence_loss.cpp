@@ -222,8 +222,7 @@ std::string RolloutFlags::description() const {
                LOSS_NORM_NAMES[size_t(loss_norm)], ", ", updates, " updates, truncated ",
                keep_truncated ? "keep" : "mask", ", clip ", policy.clip_low, " ", policy.clip_high, ", kl ", policy.kl,
                ", importance cap ", policy.importance_cap, chat_template ? "" : ", no chat template",
-               ignore_eos ? ", past end tokens" : "",
-               exact ? ", exact" : "");
+               ignore_eos ? ", past end tokens" : "", exact ? ", exact" : "");
 }
 
 PairSums pair_sums_of(const StepScalars& step) {

@@ -91,10 +91,9 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
       dynamic_rope(config.positions == Positions::RoPE && config.rope_scaling.kind == RopeScaling::Kind::Dynamic &&
                    options.context > config.rope_scaling.original_max_position),
       cache(config, {options.slots, options.context, options.cache_pages, pass_tokens()}, options.dtype),
-      fused_step_max_batch(
-          options.batch_invariant || options.outside_forward || unfused_model_option(config, options)
-              ? 0
-              : decode_step_max_batch(decode_model())),
+      fused_step_max_batch(options.batch_invariant || options.outside_forward || unfused_model_option(config, options)
+                               ? 0
+                               : decode_step_max_batch(decode_model())),
       states(config, options.slots),
       lengths(size_t(options.slots), 0) {
     require(options.slots > 0 && options.context > 0, "engine: a batch of ", options.slots, " sequences of ",
@@ -106,9 +105,9 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
             " rows; use a shorter context");
     require(options.top_logprobs >= 0 && options.top_logprobs <= MAX_TOP_LOGPROBS, "engine: top_logprobs is ",
             options.top_logprobs, ", expected 0 to ", MAX_TOP_LOGPROBS);
-    require(!options.outside_forward || (backend_device() == Device::CPU && !config.has_linear_attention() &&
-                                         !dynamic_rope && !options.adapters && !options.top_logprobs &&
-                                         !options.prompt_logprobs),
+    require(!options.outside_forward ||
+                (backend_device() == Device::CPU && !config.has_linear_attention() && !dynamic_rope &&
+                 !options.adapters && !options.top_logprobs && !options.prompt_logprobs),
             "engine: outside_forward with what it does not support");
     if (options.sampling_classes & sampling_class::REPEAT)
         seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((options.sampled_vocab + 31) / 32), 0));

@@ -602,9 +602,9 @@ TEST_P(Attention, KeysInPages) {
 }
 
 #ifndef USE_CUDA
-// A query alone, or in a chunk of queries, after the keys of its sequence: the bits that it has in a pass over the whole
-// sequence, which is what exact rollouts rest on (rl/exact_forward.h). Windows end on the edges of blocks of keys and
-// within them; heads of 300 channels have narrower tiles.
+// A query alone, or in a chunk of queries, after the keys of its sequence: the bits that it has in a pass over the
+// whole sequence, which is what exact rollouts rest on (rl/exact_forward.h). Windows end on the edges of blocks of keys
+// and within them; heads of 300 channels have narrower tiles.
 TEST_P(Attention, BitsOfAQueryDependOnItsKeysAlone) {
     constexpr int64_t T = 141;
     for (const auto& [NH, NKV, HS] : {std::tuple<int64_t, int64_t, int64_t>{4, 2, 24}, {1, 1, 300}})
@@ -621,8 +621,7 @@ TEST_P(Attention, BitsOfAQueryDependOnItsKeysAlone) {
                 parts.q = whole.q;
                 for (size_t s = 0; s < shape.klens.size(); s++)
                     for (const auto& [to, from] : {std::pair(&parts.k, &whole.k), {&parts.v, &whole.v}})
-                        std::copy_n(from->begin(), shape.klens[s] * NKV * HS,
-                                    to->begin() + parts.cum_k[s] * NKV * HS);
+                        std::copy_n(from->begin(), shape.klens[s] * NKV * HS, to->begin() + parts.cum_k[s] * NKV * HS);
                 SCOPED_TRACE(str("HS ", HS, " window ", window, " chunks of ", n));
                 expect_same_bits("out", run_paged(parts, true), out);
             }

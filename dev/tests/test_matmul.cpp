@@ -216,8 +216,10 @@ TEST(Matmul, BatchInvariantRowsDoNotDependOnTheOthers) {
                         bias = TestArray::random({OC}, 3), add = TestArray::random({N, OC}, 4);
         const auto rows = [&, OC = OC](int64_t begin, int64_t end) {
             const Tensor x = inp.tensor().rows(begin, end);
-            const TestArray plain = TestArray::poisoned({end - begin, OC}), biased = TestArray::poisoned({end - begin, OC}),
-                            added = TestArray::poisoned({end - begin, OC}), scaled = TestArray::poisoned({end - begin, OC});
+            const TestArray plain = TestArray::poisoned({end - begin, OC}),
+                            biased = TestArray::poisoned({end - begin, OC}),
+                            added = TestArray::poisoned({end - begin, OC}),
+                            scaled = TestArray::poisoned({end - begin, OC});
             matmul_forward(plain, x, weight, {}, stream());
             matmul_forward(biased, x, weight, bias, stream());
             matmul_forward_add(added, x, weight, bias, add.tensor().rows(begin, end), stream());

@@ -259,7 +259,8 @@ void forward_tile(HeadRows out, float* lse, HeadRows q, KeyRows k, KeyRows v, in
     std::fill(sum, sum + MAX_TILE, 0.0f);
 
     // All queries see the keys full_begin … full_end − 1.
-    const int64_t end = band.end(i0 + nq - 1, klen), full_begin = band.begin(i0 + nq - 1), full_end = band.end(i0, klen);
+    const int64_t end = band.end(i0 + nq - 1, klen), full_begin = band.begin(i0 + nq - 1),
+                  full_end = band.end(i0, klen);
     static_assert(KV_PAGE % MAX_TILE == 0, "a block of keys lies in one page");
     for (int64_t j = band.begin(i0), next; j < end; j = next) {
         next = std::min((j / MAX_TILE + 1) * MAX_TILE, end);

@@ -81,7 +81,8 @@ void pack(float* packed, const float* source, int64_t lane_stride, int64_t k_str
                 std::fill_n(packed + k * tile + lanes, tile - lanes, 0.0f);
             }
         } else {
-            for (int64_t lane = 0; lane < lanes; lane++)
+            if (k_stride == 1) transpose(packed, tile, panel, lane_stride, lanes, K, 1);
+            for (int64_t lane = 0; lane < lanes && k_stride != 1; lane++)
                 for (int64_t k = 0; k < K; k++) packed[k * tile + lane] = panel[lane * lane_stride + k * k_stride];
             for (int64_t k = 0; k < K; k++) std::fill_n(packed + k * tile + lanes, tile - lanes, 0.0f);
         }
