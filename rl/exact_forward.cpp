@@ -1,6 +1,5 @@
 #include "rl/exact_forward.h"
 
-#include "driver/pass.h"
 #include "driver/sequence_loss.h"
 #include "kernels/gather_rows.h"
 #include "kernels/matmul.h"

@@ -11,8 +11,8 @@
 // So neither the sizes of batches and prefill chunks nor shared prefixes nor pages nor recomputation change a bit.
 #pragma once
 
+#include "driver/pass.h"
 #include "infer/engine.h"
-#include "model.h"
 
 class ExactForward : public EngineForward {
   public:
