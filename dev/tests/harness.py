@@ -20,10 +20,10 @@ ENVIRONMENT = {**os.environ, "XDG_CACHE_HOME": CACHE.name}
 
 
 def run(*args, driver=DRIVER, env=None, cwd=None, timeout=120, preexec_fn=None):
-    """A command, once it has ended; env is added to the environment."""
+    """A command, once it has ended; env is added to the environment. Under sanitizers it may take three times as long."""
     return subprocess.run([driver, *map(str, args)], stdin=subprocess.DEVNULL, capture_output=True, cwd=cwd,
-                          env={**ENVIRONMENT, **(env or {})}, timeout=timeout, preexec_fn=preexec_fn, text=True,
-                          errors="replace")
+                          env={**ENVIRONMENT, **(env or {})}, timeout=timeout * (3 if sanitized() else 1),
+                          preexec_fn=preexec_fn, text=True, errors="replace")
 
 
 def cuda():

@@ -10,7 +10,7 @@ import subprocess
 import time
 import unittest
 
-from harness import DRIVER, TrainingTest, run
+from harness import DRIVER, TrainingTest, run, sanitized
 from serving import Load, LoadedServer, checkpoint, needs_serve
 
 SECONDS = float(os.environ.get("SERVE_SECONDS", 6))  # of the random load
@@ -47,7 +47,8 @@ class ServeLoad(TrainingTest):
             self.assertEqual(server.count("sequences_waiting"), 0)
             self.assertGreater(server.count("cancelled_total"), 0)
             self.assertGreater(load.answers, 30)
-            self.assertLess(resident[1], 1.05 * resident[0] + 4000, "resident memory in KiB")
+            if not sanitized():  # which keeps freed memory for a while, and looks for leaks itself
+                self.assertLess(resident[1], 1.05 * resident[0] + 4000, "resident memory in KiB")
 
     def test_hostile_clients(self):
         """Idle and slow connections, large, deep and broken bodies: others are served meanwhile."""
