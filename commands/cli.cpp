@@ -11,6 +11,7 @@
 
 #include "commands/help.h"
 #include "infer/declared_sampling.h"
+#include "model.h"
 #include "runtime/console.h"
 #include "runtime/device/device.h"
 #include "runtime/text.h"
@@ -720,7 +721,7 @@ void choose_training_dtype(ModelOptions& model, bool master_weights, const std::
     if (model.type() == DType::F16) throw UsageError("--dtype fp16 is for inference only; train with --dtype bf16");
     if (!master_weights && model.type() == DType::F32)
         throw UsageError("--master-weights off needs 16-bit weights; add --dtype bf16");
-    if (offload.find("master") != std::string::npos && (!master_weights || model.type() == DType::F32))
+    if (offload_options(offload).master && (!master_weights || model.type() == DType::F32))
         throw UsageError(str("--offload ", offload, ": there are no master weights with ",
                              master_weights ? "--dtype fp32" : "--master-weights off", "; leave master out"));
 }

@@ -7,6 +7,7 @@
 #include "driver/fit.h"
 #include "driver/inference.h"
 #include "driver/train_setup.h"
+#include "model.h"
 #include "runtime/device/arena.h"
 #include "runtime/device/gpu_table.h"
 #include "runtime/device/memory_plan.h"
@@ -102,7 +103,7 @@ PlanOptions parse_plan(const Args& args) {
     check_lora_options(o.lora, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,
                        o.sharding.zero_stage);
     check_preference_options(o.preference, o.lora, o.fp8);
-    const bool streams = o.offload.find("weights") != std::string::npos;
+    const bool streams = offload_options(o.offload).weights;
     if (rollout && (o.preference.on() || streams || o.sharding.zero_stage > 2))
         throw UsageError(str("--rollout-batch-size: 'rl' has no ",
                              o.preference.on() ? "--loss"

@@ -154,7 +154,7 @@ TrainOptions parse_rl(const Args& args) {
               "checkpoints/SmolLM2-135M-Instruct --data sums.jsonl --out runs/rl");
     if (o.sharding.zero_stage > 2)
         throw UsageError("--zero-stage 3: rollouts need whole weights on every process; give at most 2");
-    if (o.offload.find("weights") != std::string::npos)
+    if (offload_options(o.offload).weights)
         throw UsageError(str("--offload ", o.offload, ": rollouts need whole weights on the GPU; leave weights out"));
     if (o.fp8.on && o.lora.on() && !o.lora.nf4)
         throw UsageError(

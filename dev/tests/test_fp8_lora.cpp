@@ -94,13 +94,15 @@ TEST_F(Fp8Lora, GradientsMatchTheOracleThatRoundsAlike) {
             reference::model_gradients(config, reference::widen(base.model.table, base.params().data()), batch.tokens,
                                        batch.targets, B, T, {true, gradients}, deltas_of(lora));
         EXPECT_NEAR(loss, ref.loss, 1e-3 * ref.loss);
+        bool tips = false;
         for (const AdapterGradients& g : adapter_gradients(lora, ref.gradients))
             for (const auto& [got, expected] : {std::pair(&g.a, &g.expected_a), {&g.b, &g.expected_b}}) {
                 const double error = relative_rms(*got, *expected);
                 EXPECT_LE(error, 0.02) << g.name;
                 matrices++;
-                tipped += error > 1e-5;
+                tips |= error > 1e-5;
             }
+        tipped += tips;
     };
     for (const ModelVariant& v : oracle_variants()) compare(v.name, {"all-linear"}, Fp8Format::E5M2);
     for (const std::vector<std::string>& targets :
@@ -108,7 +110,9 @@ TEST_F(Fp8Lora, GradientsMatchTheOracleThatRoundsAlike) {
         compare("llama", targets, Fp8Format::E4M3);
     compare("gpt2", {"fcproj"}, Fp8Format::E4M3);
     EXPECT_GT(matrices, 250);
-    EXPECT_LE(tipped, matrices / 10);  // 0 of 268; with AVX2 one operand tips over, which the 6 before it feel
+    // An operand that tips over changes the gradients of all matrices before it, so calls of compare() are counted.
+    // One has such an operand in the build under sanitizers, where 6 matrices differ.
+    EXPECT_LE(tipped, 1);
 }
 
 // Recomputation, the overlap of lifetimes, blocks' inputs in host memory, both orientations of a weight or one, and
