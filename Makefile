@@ -438,6 +438,7 @@ endif
 ifneq ($(SANITIZE),)
   TEST_SCRIPTS := $(filter-out dev/tests/test_train_gpt_kernels.py $(patsubst %,scripts/test_%.py,run_mutants soak sweep),$(filter dev/tests/% $(shell grep -lw TRAIN_GPT scripts/test_*.py dev/peers/test_*.py),$(TEST_SCRIPTS)))
 endif
+ALL_TEST_BINARIES := $(TEST_BINARIES)
 ifneq ($(PART),)
   part_words := $(subst /, ,$(PART))
   ifeq ($(shell [[ $(PART) =~ ^[1-9][0-9]*/[1-9][0-9]*$$ ]] && (($(firstword $(part_words)) <= $(lastword $(part_words)))) && echo is one),)
@@ -448,7 +449,8 @@ ifneq ($(PART),)
   TEST_SCRIPTS := $(call of_part,$(TEST_SCRIPTS))
 endif
 TEST_DATA_LIB := $(if $(SANITIZE),build/cpu/$(notdir $(DATA_LIB)),$(DATA_LIB))
-test-binaries: $(TEST_BINARIES) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(TEST_DATA_LIB) $(BUILD)/dev/crash_shim.so
+# A script may start the program of its own name on several ranks.
+test-binaries: $(TEST_BINARIES) $(filter $(TEST_SCRIPTS:dev/tests/%.py=$(BUILD)/dev/%),$(ALL_TEST_BINARIES)) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(TEST_DATA_LIB) $(BUILD)/dev/crash_shim.so
 ifneq ($(SANITIZE),)
 $(TEST_DATA_LIB): FORCE
 	@$(MAKE) --no-print-directory BACKEND=cpu SANITIZE= $@
