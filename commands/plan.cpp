@@ -250,7 +250,7 @@ void run_plan(const Args& args) {
         o.generate ? generation_packing(source, o.model.weights, o.model.type()) : packing_of(source, o.model.weights);
     if (training) refuse_packed(source, "training");
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, target);
-    check_exact(o, source.config, target.device);
+    check_exact(o, source.config, target);
     auto [in_use_before, remark] = in_use_on(gpu);
     FitReport fitted;
     // Drivers report up to 2% less memory than a GPU's name says.

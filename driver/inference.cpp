@@ -148,11 +148,28 @@ RunShape rollout_forward(const RunOptions& o, const Model& model, int64_t pass_t
     return shape;
 }
 
-void check_exact(const RunOptions& o, const ModelConfig& c, Device device) {
+// What kernels/gemm_hopper.h, attention_forward_hopper.cu and cross_entropy_hopper.h take: other kernels choose by the
+// number of rows, or round logits.
+static void check_exact_on_gpu(const RunOptions& o, const ModelConfig& c, const Target& target) {
+    require(target.hopper,
+            "--rollout exact: of a GPU's kernels only those for sm_90a (Hopper) promise the same bits; use --rollout "
+            "fast on this one");
+    require(o.model.type() == DType::BF16, "--rollout exact: on a GPU it takes --dtype bf16, not ", o.model.dtype);
+    require(!c.head_bias && !c.logit_softcap, "--rollout exact: on a GPU the loss of a head with a ",
+            c.head_bias ? "bias" : "softcap", " comes from rounded logits; use --rollout fast");
+    require(c.head_size <= 128, "--rollout exact: on a GPU heads may have up to 128 channels, not ", c.head_size,
+            "; use --rollout fast");
+    const std::pair<const char*, int64_t> sizes[] = {
+        {"channels", c.channels}, {"ffn", c.ffn}, {"head size", c.head_size}, {"--lora-rank", o.lora.rank}};
+    for (const auto& [name, size] : sizes)
+        require(size % 8 == 0, "--rollout exact: ", name, " is ", size,
+                ", and on a GPU it must be a multiple of 8; change it, or use --rollout fast");
+}
+
+void check_exact(const RunOptions& o, const ModelConfig& c, const Target& target) {
     if (!o.rollout.exact) return;
     const bool dynamic = c.positions == Positions::RoPE && c.rope_scaling.kind == RopeScaling::Kind::Dynamic;
-    require(device == Device::CPU,
-            "--rollout exact: only the CPU's kernels promise the same bits so far; use --rollout fast on a GPU");
+    if (target.device != Device::CPU) check_exact_on_gpu(o, c, target);
     require(!o.fp8.on,
             "--rollout exact: --matmul-dtype fp8 scales all tokens of a batch together, so that they depend "
             "on each other; leave one of them out");

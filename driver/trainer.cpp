@@ -190,6 +190,7 @@ Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<D
     const bool copies = saves_meanwhile && no_snapshot.empty();
     if (copies) checkpoints.start_allocation(snapshot_of(model));
     start();
+    if (options.rollout.exact) matmul_batch_invariant(true, ctx.stream);
     warm_up();
     if (stores_reference())
         reference = pair_reference(

@@ -106,8 +106,9 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
     require(options.top_logprobs >= 0 && options.top_logprobs <= MAX_TOP_LOGPROBS, "engine: top_logprobs is ",
             options.top_logprobs, ", expected 0 to ", MAX_TOP_LOGPROBS);
     require(!options.outside_forward ||
-                (backend_device() == Device::CPU && !config.has_linear_attention() && !dynamic_rope &&
-                 !options.adapters && !options.top_logprobs && !options.prompt_logprobs),
+                (options.dtype == (backend_device() == Device::CPU ? DType::F32 : DType::BF16) &&
+                 !config.has_linear_attention() && !dynamic_rope && !options.adapters && !options.top_logprobs &&
+                 !options.prompt_logprobs),
             "engine: outside_forward with what it does not support");
     if (options.sampling_classes & sampling_class::REPEAT)
         seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((options.sampled_vocab + 31) / 32), 0));
@@ -198,7 +199,7 @@ void Engine::plan_memory() {
     if (fused_step_max_batch > 0) keep(&step_scratch, "step_scratch", DType::U8, {decode_step_scratch(decode_model())});
     keep(&last, "last", T, {B, c.channels});
     keep(&last_rows, "last_rows", DType::I32, {B});
-    keep(&logits_out, "logits", T, {head_rows, c.padded_vocab()});
+    keep(&logits_out, "logits", options.outside_forward ? DType::F32 : T, {head_rows, c.padded_vocab()});
     keep(&losses, "losses", DType::F32, {head_rows});
     keep(&ids, "ids", DType::I32, {B});
     keep(&buffer_index, "buffer_index", DType::I32, {1});
@@ -916,10 +917,10 @@ void Engine::sample(int64_t B) {
         sampling_rows.rows(0, B), sequences.rows(0, B), steps.rows(0, B), step_classes, seen, counts, masks};
     sample_tokens(sampled, logits_rows, options.sampled_vocab, sampling, sample_scratch, stream);
     if (step_classes & LOGPROBS) {
-        // The loss of an outside forward pass, which training computes too, applies the softcap itself.
-        const Softcap softcap = forward ? config.logit_softcap : Softcap{};
-        if (softcap) compute_logits(last.rows(0, B));
-        cross_entropy_forward(losses.rows(0, B), logits_rows, sampled, config.vocab_size, softcap, stream);
+        if (forward)
+            forward->losses(losses.rows(0, B), sampled, last.rows(0, B), logits_rows);
+        else
+            cross_entropy_forward(losses.rows(0, B), logits_rows, sampled, config.vocab_size, {}, stream);
     }
     if (step_classes & TOP_LOGPROBS) find_top_tokens(logits_rows, sampled);
     advance(step_positions.rows(0, B), steps.rows(0, B), sampled, host_tokens, buffer_index, stream);
@@ -1001,7 +1002,8 @@ int64_t Engine::active() const {
 // If at least half of the rows are retired, reading all queued steps and compacting the batch is faster.
 bool Engine::ready() const {
     const bool sparse = 2 * active() <= int64_t(batch.size());
-    if (active() == 0 || steps_queued - steps_read >= steps_ahead() || (pending() && (batch_changed || sparse)))
+    const int64_t ahead = forward ? 1 : steps_ahead();  // a pass takes its tokens from the host
+    if (active() == 0 || steps_queued - steps_read >= ahead || (pending() && (batch_changed || sparse)))
         return false;
     return pages_missing() <= pages_available() && std::all_of(batch.begin(), batch.end(), [&](const Sequence& s) {
                return s.retired || length(s.slot) < options.context;

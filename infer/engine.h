@@ -65,8 +65,8 @@ struct EngineOptions {
     int64_t adapters = 0;      // LoRA adapters that prompts choose from (InferenceWeights::adapters)
     int64_t adapter_rank = 0;  // R of kernels/generation/lora_rows.h
     // Blocks and head are computed by the EngineForward that allocate() gets, and a decode step is a pass like those
-    // over prompts. On the CPU, for softmax attention whose RoPE angles do not depend on a sequence's length; without
-    // adapters, top and prompt logprobs.
+    // over prompts. Logits are in fp32. On the CPU, on a GPU in bf16; for softmax attention whose RoPE angles do not
+    // depend on a sequence's length; without adapters, top and prompt logprobs.
     bool outside_forward = false;
 };
 
@@ -78,8 +78,11 @@ class EngineForward {
     using Attend = std::function<void(int64_t l, Tensor qkv, Tensor att)>;
     // tokens, positions [N] int32, through all blocks. out [n, C]: the input of head() for the rows [n] of them.
     virtual void blocks(Tensor out, Tensor rows, Tensor tokens, Tensor positions, const Attend& attend) = 0;
-    // out [n, Vp]: the logits before the softcap.
+    // out [n, Vp] fp32: the logits before the softcap.
     virtual void head(Tensor out, Tensor inp) = 0;
+    // out [n] fp32: the losses of targets [n], by the arithmetic of the other program. inp: that of head(); logits: what
+    // head() wrote, with the softcap, undefined afterwards.
+    virtual void losses(Tensor out, Tensor targets, Tensor inp, Tensor logits) = 0;
 };
 
 constexpr int64_t MAX_TOP_LOGPROBS = 20;

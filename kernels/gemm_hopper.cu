@@ -61,7 +61,9 @@ void launch(const char* op, const GemmKey& key, const GemmOperands& operands, St
     const Matrix aux = key.accumulate ? Matrix{operands.add, key.ld_out, key.M, key.N}
                                       : Matrix{operands.aux, key.ld_aux, key.M, key.N};
     p.stores_out = operands.out;
-    if (operands.out) p.out[0] = map_of(op, out, 16, PANEL);
+    p.floats = static_cast<float*>(operands.out);  // only StoreFloats reads it
+    p.ld_floats = key.ld_out;
+    if (operands.out && key.out_dtype == DType::BF16) p.out[0] = map_of(op, out, 16, PANEL);
     if (operands.act) p.act = map_of(op, {operands.act, key.N, key.M, key.N}, 16, PANEL);
     if (aux.data) p.aux[0] = map_of(op, aux, 16, PANEL);
     if (key.epilogue == GemmEpilogue::Swiglu || key.epilogue == GemmEpilogue::SwigluBackward)
@@ -103,6 +105,7 @@ void dispatch(const char* op, const GemmKey& key, const GemmOperands& operands, 
     switch (key.epilogue) {
         case GemmEpilogue::None:
         case GemmEpilogue::Bias:
+            if (key.out_dtype == DType::F32) return run(Kernel<CLUSTER, false, StoreFloats>{});
             if (key.accumulate)
                 return key.transpose_b ? run(Kernel<CLUSTER, false, StoreSum>{})
                                        : run(Kernel<CLUSTER, true, StoreSum>{});
@@ -140,7 +143,9 @@ bool hopper_gemm_takes(const GemmKey& key) {
     const bool transposes =
         !key.transpose_a && (plain || key.transpose_b != hopper_gemm_kernel::is_backward(key.epilogue));
     const bool small = std::max({key.M, key.N, key.K}) <= INT32_MAX / 2;  // TMA takes 32-bit coordinates
-    return is_hopper() && small && key.dtype == DType::BF16 && key.out_dtype == DType::BF16 && transposes &&
+    const bool stores = key.out_dtype == DType::BF16 || (key.out_dtype == DType::F32 && key.transpose_b &&
+                                                         key.epilogue == GemmEpilogue::None && !key.accumulate);
+    return is_hopper() && small && key.dtype == DType::BF16 && stores && transposes &&
            key.batch == 1 && (plain || !key.accumulate) && key.K > 0 && key.N % 8 == 0 &&
            aligned(key.align_a, key.ld_a) && aligned(key.align_b, key.ld_b) && aligned(key.align_out, key.ld_out) &&
            (!key.ld_aux || aligned(key.align_aux, key.ld_aux)) &&

@@ -37,6 +37,8 @@ struct Arguments {
     int valid_columns;
     float alpha;
     bool stores_out;
+    float* floats;  // out in fp32, with rows of ld_floats
+    int64_t ld_floats;
     int M, N;
     int rows, columns, group;  // tiles of clusters
     int steps;

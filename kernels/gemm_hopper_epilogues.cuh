@@ -131,6 +131,33 @@ struct StoreActivation : Position {
     }
 };
 
+// out = alpha·c in fp32, straight from registers: a store of a warp writes whole sectors of 32 bytes in 8 rows.
+struct StoreFloats : Position {
+    static constexpr bool GATED = false, FREES_SUMS = false;
+    using Panel = hopper_gemm_kernel::Panel<PANEL_COLUMNS>;  // of maps that are not used
+    struct Shared {
+        __device__ void init() {}
+    };
+    __device__ __forceinline__ StoreFloats(const Position& at, Shared&) : Position(at) {}
+    __device__ __forceinline__ void prepare() const {}
+    __device__ __forceinline__ void run(const float (&c)[MB][NT][4]) const {
+        const int first = column + lane_id() % 4 * 2;
+#pragma unroll
+        for (int m = 0; m < MB; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int n = row(m) + lane_id() / 4 + half * 8;
+                if (n >= p.M) continue;
+                float* const out = p.floats + n * p.ld_floats + first;
+#pragma unroll
+                for (int t = 0; t < NT; t++)
+                    if (first + t * 8 < p.N)
+                        *reinterpret_cast<float2*>(out + t * 8) = {p.alpha * c[m][t][2 * half],
+                                                                   p.alpha * c[m][t][2 * half + 1]};
+            }
+    }
+};
+
 // 2^min(x, 100), NaN for NaN.
 __device__ __forceinline__ float bounded_exp2(float x) {
     float bounded;

@@ -284,7 +284,7 @@ void matmul_backward_bias(Tensor dbias, Tensor dout, bool accumulate, Stream) {
     sum_rows(dbias, dout, accumulate);
 }
 
-void matmul_batch_invariant(bool on) {
+void matmul_batch_invariant(bool on, Stream) {
     batch_invariant = on;
 }
 

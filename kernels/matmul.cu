@@ -8,6 +8,7 @@
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/fastest_gemm.h"
 #include "kernels/matmul_check.h"
+#include "runtime/device/target.h"
 #include "runtime/timing.h"
 
 namespace {
@@ -201,6 +202,7 @@ Gemm gemm_with_activation(GemmEpilogue epilogue, const Tensor& out, int64_t N, c
 // Runs it, or `separate`, which computes the same with two kernels. d: of a backward pass.
 template <typename Separate>
 void run_with_activation(const char* op, Gemm gemm, Separate separate, const ActivationGradient& d, Stream stream) {
+    if (is_batch_invariant(op, gemm.key, stream)) return run_batch_invariant(op, gemm, stream);
     GemmPlan& plan = blas_plan(op, gemm.key, gemm.operands, stream);
     Kernels kernels;
     if (plan.possible) kernels.add(GemmKernel::Library);
@@ -388,8 +390,9 @@ void matmul_backward_bias(Tensor dbias, Tensor dout, bool accumulate, Stream str
     sum_rows(op, dbias, dout, accumulate, stream);
 }
 
-void matmul_batch_invariant(bool on) {
-    require(!on, "matmul_batch_invariant: not in CUDA, whose library chooses how it sums by the number of rows");
+void matmul_batch_invariant(bool on, Stream stream) {
+    require(!on || this_target().hopper, "matmul_batch_invariant: only kernels for sm_90a, on a Hopper GPU");
+    blas_of("matmul_batch_invariant", stream).batch_invariant = on;
 }
 
 void matmul_tuning(bool on, Stream stream) {

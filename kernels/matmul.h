@@ -76,10 +76,11 @@ void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
 // The bias gradient alone: dbias [OC] (+)= Σ_n dout[n, o]; dout [N, OC].
 void matmul_backward_bias(Tensor dbias, Tensor dout, bool accumulate, Stream stream);
 
-// From now on, in this process: a row of a·bᵀ, the forward pass of a linear layer, has the same bits whatever the other
-// rows are and however many. Off at first, because GEMM libraries choose how they sum by the number of rows. On the CPU
-// the blocked GEMM then computes these matmuls. Throws Error if it is turned on where there is no such GEMM: in CUDA.
-void matmul_batch_invariant(bool on);
+// From now on, on this stream (on the CPU in this process): a row of a·bᵀ, the forward pass of a linear layer, has the
+// same bits whatever the other rows are and however many. Off at first, because GEMM libraries choose how they sum by
+// the number of rows. Then the blocked GEMM computes these matmuls, on a GPU hopper_gemm(): those that it does not take
+// (kernels/gemm_hopper.h) throw Error, and so does turning it on where that does not run.
+void matmul_batch_invariant(bool on, Stream stream);
 
 // Tuning. cuBLASLt has tens of algorithms for a GEMM, and the one that its heuristic ranks first may be several percent
 // slower than the fastest. On the CPU, which has nothing to tune, these functions do nothing and their text is empty.

@@ -1,7 +1,9 @@
 #include "rl/exact_forward.h"
 
 #include "driver/sequence_loss.h"
+#include "kernels/cross_entropy.h"
 #include "kernels/gather_rows.h"
+#include "kernels/linear_cross_entropy.h"
 #include "kernels/matmul.h"
 
 ExactForward::ExactForward(const Context& context, const Model& m, const Activations& of_run, const RunShape& shape)
@@ -21,5 +23,24 @@ void ExactForward::blocks(Tensor out, Tensor rows, Tensor tokens, Tensor positio
 }
 
 void ExactForward::head(Tensor out, Tensor inp) {
-    matmul_forward(out, inp, model.weight(model.head()), model.weight(HEAD_B), ctx.stream);
+    if (inp.dtype == out.dtype)
+        matmul_forward(out, inp, model.weight(model.head()), model.weight(HEAD_B), ctx.stream);
+    else  // check_exact() refuses a bias
+        matmul(out, inp, model.weight(model.head()), false, true, false, ctx.stream);
+}
+
+void ExactForward::losses(Tensor out, Tensor targets, Tensor inp, Tensor logits) {
+    const ModelConfig& c = model.config;
+    if (inp.dtype == logits.dtype && !c.logit_softcap)  // the logits of the loss are there
+        return cross_entropy_forward(out, logits, targets, c.vocab_size, {}, ctx.stream);
+    LinearCrossEntropy loss;
+    loss.losses = out;
+    loss.inp = inp;
+    loss.weight = model.weight(model.head());
+    loss.bias = model.weight(HEAD_B);
+    loss.targets = targets;
+    loss.logits = make_tensor(logits.data, inp.dtype, logits.device, {logits.shape[0], logits.shape[1]});
+    loss.V = c.vocab_size;
+    loss.softcap = c.logit_softcap;
+    linear_cross_entropy_forward(loss, ctx.stream);
 }

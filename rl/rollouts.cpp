@@ -10,7 +10,6 @@
 #include "driver/inference.h"
 #include "driver/sequence_loss.h"
 #include "infer/prompts.h"
-#include "kernels/matmul.h"
 #include "rl/advantages.h"
 #include "runtime/device/convert_dtype.h"
 #include "runtime/files/files.h"
@@ -60,7 +59,6 @@ void Rollouts::allocate_engine() {
     for (BlockWeights& block : weights.blocks)
         for (LinearWeights* layer : {&block.qkv, &block.proj, &block.fc, &block.fcproj}) layer->lora = {};
     if (options.exact) {
-        matmul_batch_invariant(true);
         exact.emplace(ctx, model, trainer.acts, rollout_forward(trainer.options, model, engine.pass_tokens()));
         exact->allocate(rest(exact->bytes()));
     } else if (model.adapters) {

@@ -2,6 +2,7 @@
 // bit, and tokens come as often as these say.
 #ifndef USE_CUDA
 #include <omp.h>
+#endif
 
 #include <cmath>
 #include <cstring>
@@ -15,15 +16,28 @@
 #include "rl/completion_batches.h"
 #include "rl/exact_forward.h"
 
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GenerationByType);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GenerationByType);  // of generation_fixture.h
 
 namespace {
+
+bool on_cpu() {
+    return backend_device() == Device::CPU;
+}
+DType exact_dtype() {
+    return on_cpu() ? DType::F32 : DType::BF16;
+}
+// Skips where check_exact() refuses the GPU.
+class ExactRollouts : public testing::Test {
+    void SetUp() override {
+        if (!on_cpu() && !this_target().hopper) GTEST_SKIP() << "only a Hopper GPU has exact rollouts";
+    }
+};
 
 constexpr int64_t CONTEXT = 270;  // keys in five blocks and three pages
 constexpr int32_t END = 7;        // the token that ends a completion
 
 RunShape policy_shape(int64_t B, int64_t T, double temperature = 1) {
-    RunShape shape = training_shape(B, T);
+    RunShape shape = training_shape(B, T, exact_dtype());
     shape.rollout.emplace();
     shape.rollout->temperature = temperature;
     return shape;
@@ -31,30 +45,33 @@ RunShape policy_shape(int64_t B, int64_t T, double temperature = 1) {
 
 // An engine that samples through the forward pass of d's model.
 struct ExactEngine {
+    const Stream stream;
     Engine engine;
     ExactForward forward;
     TestArray memory;
 
     ExactEngine(const Driver& d, EngineOptions o)
-        : engine(d.model.config, complete(o), d.ctx.stream),
+        : stream(d.ctx.stream),
+          engine(d.model.config, complete(o), stream),
           forward(d.ctx, d.model, d.acts, rollout_forward(run_options(), d.model, engine.pass_tokens())),
           memory(TestArray::scratch(forward.bytes())) {
-        matmul_batch_invariant(true);
+        matmul_batch_invariant(true, stream);
         forward.allocate(memory);
         InferenceWeights weights = inference_weights(d.model);
         for (BlockWeights& b : weights.blocks)
             for (LinearWeights* layer : {&b.qkv, &b.proj, &b.fc, &b.fcproj}) layer->lora = {};
         engine.allocate(weights, {}, &forward);
     }
-    ~ExactEngine() { matmul_batch_invariant(false); }
+    ~ExactEngine() { matmul_batch_invariant(false, stream); }
 
     static EngineOptions complete(EngineOptions o) {
         o.outside_forward = o.logprobs = true;
+        o.dtype = exact_dtype();
         return o;
     }
     static RunOptions run_options() {
         RunOptions o;
-        o.model.dtype = "fp32";
+        o.model.dtype = on_cpu() ? "fp32" : "bf16";
         return o;
     }
 };
@@ -92,7 +109,7 @@ struct Rollout {
         int64_t differ = 0, tokens = 0;
     };
     Compared compare(const Driver& d, const Activations& acts, int64_t B, int64_t T) const {
-        matmul_batch_invariant(true);
+        matmul_batch_invariant(true, d.ctx.stream);
         Compared result;
         for (const Batch& batch : completion_batches(examples, B, T, 0)) {
             const std::vector<float> logps = target_logps(d.ctx, d.model, acts, batch, true);
@@ -102,7 +119,7 @@ struct Rollout {
                 result.differ += std::memcmp(&logps[i], &batch.policy[i].sampler_logp, sizeof(float)) != 0;
             }
         }
-        matmul_batch_invariant(false);
+        matmul_batch_invariant(false, d.ctx.stream);
         return result;
     }
 };
@@ -124,54 +141,68 @@ int64_t expect_exact(Driver& d, double temperature) {
     return first.tokens;
 }
 
-// Room for longer sequences, and windows that end within blocks of keys.
+// Room for longer sequences, and windows that end within blocks of keys. A GPU takes sizes that are multiples of 8.
 ModelConfig longer(ModelConfig c) {
     c.max_positions = CONTEXT + 10;
+    if (!on_cpu()) c.head_size = (c.head_size + 7) / 8 * 8;
     for (LayerConfig& layer : c.layer)
         if (layer.window) layer.window = layer.window * 17 + 2;
     return c;
 }
 
 // Every variant of the model, and at least 100,000 tokens in all.
-TEST(ExactRollouts, RecordTrainingsLogProbabilities) {
+TEST_F(ExactRollouts, RecordTrainingsLogProbabilities) {
     int64_t tokens = 0;
+#ifndef USE_CUDA
     const int threads = omp_get_max_threads();
     omp_set_num_threads(1);  // the fastest for so small a model
+#endif
     for (const ModelVariant& variant : MODEL_VARIANTS) {
         SCOPED_TRACE(variant.name);
         ModelConfig c = base_config();
         variant.apply(c);
         validate(c, variant.name);
         c = longer(c);
-        if (c.has_linear_attention()) {
+        RunOptions options = ExactEngine::run_options();
+        options.rollout.exact = true;
+        options.seq_len = CONTEXT;
+        if (c.has_linear_attention() || (!on_cpu() && (c.head_bias || c.logit_softcap))) {
+            EXPECT_THROW(check_exact(options, c, this_target()), Error);
+            if (!c.has_linear_attention()) continue;
             EngineOptions o = engine_options(2, CONTEXT);
             o.outside_forward = true;
             EXPECT_THROW(Engine(c, o, {}), Error);
             continue;
         }
+        EXPECT_NO_THROW(check_exact(options, c, this_target()));
         Driver d(c, policy_shape(1, CONTEXT));
         tokens += expect_exact(d, 1);
     }
+#ifndef USE_CUDA
     omp_set_num_threads(threads);
+#endif
     EXPECT_GE(tokens, 100'000);
 }
 
-TEST(ExactRollouts, WithATemperatureAndAdapters) {
+TEST_F(ExactRollouts, WithATemperatureAndAdapters) {
     ModelConfig c = longer(base_config());
     Driver plain(c, policy_shape(1, CONTEXT, 0.7));
     expect_exact(plain, 0.7);
-    c.channels = 300;  // sums in more than one block of K
+    c.channels = on_cpu() ? 300 : 304;  // sums in more than one block of K
     c.layer[1].window = 77;
+    LoraOptions lora = lora_options();
+    if (!on_cpu()) lora.rank = 8;
     Driver adapted(c, policy_shape(1, CONTEXT, 1.3), true, Driver::default_options(), OptimizerType::AdamW, {}, {},
-                   lora_options());
+                   lora);
     expect_exact(adapted, 1.3);
 }
 
 // Each sequence has random numbers of its own, so that the first tokens after one prompt are independent draws. What is
 // expected fewer than 8 times counts as one cell.
-TEST(ExactRollouts, TokensComeAsOftenAsTheirRecordedProbabilitiesSay) {
-    constexpr int64_t SLOTS = 1000, ROUNDS = 100;
+TEST_F(ExactRollouts, TokensComeAsOftenAsTheirRecordedProbabilitiesSay) {
+    const int64_t SLOTS = 1000, ROUNDS = on_cpu() ? 100 : 1000;
     for (const bool capped : {false, true}) {
+        if (capped && !on_cpu()) continue;
         ModelConfig c = longer(base_config());
         if (capped) c.logit_softcap = {Softcap::Function::Tanh, 2};
         Driver d(c, policy_shape(1, CONTEXT));
@@ -222,4 +253,3 @@ TEST(ExactRollouts, TokensComeAsOftenAsTheirRecordedProbabilitiesSay) {
 }
 
 }  // namespace
-#endif

@@ -32,6 +32,17 @@ def write_rows(path, rows):
     return path
 
 
+EXACT = ["--rollout", "exact", "--dtype", "bf16" if cuda() else "fp32"]
+
+
+def why_not_exact():
+    done = run("plan", "--model", "llama-tiny", "--batch-size", 1, "--seq-len", 8, "--rollout-batch-size", 1, *EXACT)
+    return "this GPU has no exact rollouts" if "sm_90a" in done.stderr else None
+
+
+NOT_EXACT = why_not_exact()
+
+
 class RlTest(TrainingTest):
     @classmethod
     def setUpClass(cls):
@@ -124,7 +135,7 @@ class RlTest(TrainingTest):
                 for line in log(whole):  # also with a temperature, and with adapters
                     self.assertLess(line["sampler_gap_largest"], 1e-4)
 
-    @unittest.skipIf(cuda(), "only the CPU's kernels promise the same bits")
+    @unittest.skipIf(NOT_EXACT, NOT_EXACT)
     def test_exact_rollouts_sample_what_is_learnt_from(self):
         """Real steps: the largest difference of log-probabilities is 0, to the bit, in each."""
         small = ["--layers", 2, "--channels", 64, "--heads", 2, "--steps", 4]
@@ -132,19 +143,19 @@ class RlTest(TrainingTest):
                  "after": ["--model", "llama-tiny", "--norm-placement", "after"]}
         long = ["--max-tokens", 100, "--steps", 3, "--save-every", 0, "--ignore-eos"]
         cases = {"plain": [], "gpt2": [*long, "--completions", 8], "qk_norm": [*long, "--batch-size", 3],
-                 "after": long, "lora": [*long, "--lora-rank", 2, "--kl", 0.05, "--temperature", 0.8],
-                 "qlora": ["--lora-rank", 2, "--qlora"],
+                 "after": long, "lora": [*long, "--lora-rank", 8, "--kl", 0.05, "--temperature", 0.8],
+                 "qlora": ["--lora-rank", 8, "--qlora"],
                  "block": [*long, "--recompute", "block", "--batch-size", 2, "--rollout-batch-size", 3],
                  "updates": ["--updates-per-rollout", 3, "--optimizer", "muon", "--temperature", 0.7]}
         for name, options in cases.items():
             with self.subTest(name):
                 model = self.train("base_" + name, *bases[name], *small) if name in bases else self.base
-                out = self.rl("exact_" + name, "--rollout", "exact", "--model", model, *options)
+                out = self.rl("exact_" + name, *EXACT, "--model", model, *options)
                 lines = log(out)
                 self.assertGreater(sum(line["policy_tokens"] for line in lines), 0)
                 self.assertEqual({(line["sampler_gap"], line["sampler_gap_largest"]) for line in lines}, {(0, 0)})
         # A resumed run goes on with the same bits, and not with the other kind.
-        whole, part = (self.rl("exact_" + name, "--rollout", "exact", "--steps", steps)
+        whole, part = (self.rl("exact_" + name, *EXACT, "--steps", steps)
                        for name, steps in (("whole", 6), ("part", 3)))
         self.resume(part, "--steps", 6)
         self.assertEqual(self.state(part), self.state(whole))
@@ -293,11 +304,14 @@ class RlTest(TrainingTest):
         refused(1, ["gpt2-tiny", "preset without weights"], "--model", "gpt2-tiny")
         refused(2, ["--completions", "at least 2"], "--completions", 1)
         refused(2, ["--rollout", "exact"], "--rollout", "slow")
-        if cuda():
-            refused(1, ["--rollout exact", "--rollout fast on a GPU"], "--rollout", "exact")
+        if NOT_EXACT:
+            refused(1, ["--rollout exact", "sm_90a", "--rollout fast"], *EXACT)
         else:
             linear = self.train("linear", "--model", "gpt2-tiny", "--attention", "linear", "--layers", 1, "--steps", 1)
-            refused(1, ["--rollout exact", "linear attention", "--rollout fast"], "--rollout", "exact", "--model", linear)
+            refused(1, ["--rollout exact", "linear attention", "--rollout fast"], *EXACT, "--model", linear)
+        if cuda() and not NOT_EXACT:
+            refused(1, ["--rollout exact", "--dtype bf16"], "--rollout", "exact", "--dtype", "fp32")
+            refused(1, ["--rollout exact", "--lora-rank", "multiple of 8"], *EXACT, "--lora-rank", 2)
         refused(1, ["verifier"], "--data", write_rows(os.path.join(self.top, "bad.jsonl"),
                                                       [{"prompt": "a", "answer": "b"}]))
         done = run("rl", "--out", os.path.join(self.rl("changed", "--steps", 3)), "--resume", "--completions", 2)

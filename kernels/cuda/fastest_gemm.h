@@ -50,12 +50,18 @@ struct Kernels {
     }
 };
 
-inline void add_hopper_kernels([[maybe_unused]] Kernels& kernels, [[maybe_unused]] const Gemm& gemm) {
+inline bool hopper_takes([[maybe_unused]] const Gemm& gemm) {
 #ifdef HAVE_SM90A
-    if (!hopper_gemm_takes(gemm.key) || gemm.operands.beta != 1) return;
+    return hopper_gemm_takes(gemm.key) && gemm.operands.beta == 1;
+#else
+    return false;
+#endif
+}
+
+inline void add_hopper_kernels(Kernels& kernels, const Gemm& gemm) {
+    if (!hopper_takes(gemm)) return;
     kernels.add(GemmKernel::Hopper1);
     kernels.add(GemmKernel::Hopper2);
-#endif
 }
 
 inline void run_hopper([[maybe_unused]] const char* op, [[maybe_unused]] const Gemm& gemm,
@@ -63,6 +69,21 @@ inline void run_hopper([[maybe_unused]] const char* op, [[maybe_unused]] const G
 #ifdef HAVE_SM90A
     hopper_gemm(op, gemm.key, gemm.operands, kernel == GemmKernel::Hopper1 ? 1 : 2, stream);
 #endif
+}
+
+// Whether the rows of this GEMM may not depend on each other (matmul_batch_invariant()).
+inline bool is_batch_invariant(const char* op, const GemmKey& key, Stream stream) {
+    return !key.transpose_a && key.transpose_b && blas_of(op, stream).batch_invariant;
+}
+
+// There is nothing to tune: a decode step has as many rows as there are sequences left, so that sizes are new all the
+// time. Clusters, which change no bit, pay where each of the two blocks has many tiles of rows.
+inline void run_batch_invariant(const char* op, const Gemm& gemm, Stream stream) {
+    constexpr int64_t MANY_ROWS = 1024;
+    require(hopper_takes(gemm), op, ": hopper_gemm(), whose rows do not depend on each other, does not take M = ",
+            gemm.key.M, ", N = ", gemm.key.N, ", K = ", gemm.key.K, ", ", dtype_name(gemm.key.dtype), " to ",
+            dtype_name(gemm.key.out_dtype), "; it takes bf16 with N and row strides that are multiples of 8");
+    run_hopper(op, gemm, gemm.key.M < MANY_ROWS ? GemmKernel::Hopper1 : GemmKernel::Hopper2, stream);
 }
 
 // Runs the fastest kernel, which tuning finds. Untuned it is the library's, or the first where the library has none.
@@ -88,6 +109,7 @@ void run_fastest(const char* op, GemmPlan& plan, const Kernels& kernels, Stream 
 
 inline void run_gemm(const char* op, const Gemm& gemm, Stream stream) {
     const GemmKey& key = gemm.key;
+    if (is_batch_invariant(op, key, stream)) return run_batch_invariant(op, gemm, stream);
     GemmPlan& plan = blas_plan(op, key, gemm.operands, stream);
     Kernels kernels;
     if (plan.possible) kernels.add(GemmKernel::Library);

@@ -98,6 +98,7 @@ struct Blas : StreamLibrary {
     void* workspace = nullptr;                           // 256-byte aligned
     static constexpr size_t WORKSPACE_BYTES = 32 << 20;  // what cuBLAS itself allocates on Hopper
     bool tuning = false;                                 // time the algorithms of each key that is not timed yet
+    bool batch_invariant = false;                        // matmul_batch_invariant()
     std::optional<GemmKernel> only_kernel;  // of all GEMMs that have it, without comparison (ladders, tests)
     std::map<GemmKey, GemmPlan> plans;
 
