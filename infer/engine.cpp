@@ -105,11 +105,11 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
             " rows; use a shorter context");
     require(options.top_logprobs >= 0 && options.top_logprobs <= MAX_TOP_LOGPROBS, "engine: top_logprobs is ",
             options.top_logprobs, ", expected 0 to ", MAX_TOP_LOGPROBS);
-    require(!options.outside_forward ||
-                (options.dtype == (backend_device() == Device::CPU ? DType::F32 : DType::BF16) &&
-                 !config.has_linear_attention() && !dynamic_rope && !options.adapters && !options.top_logprobs &&
-                 !options.prompt_logprobs),
-            "engine: outside_forward with what it does not support");
+    require(
+        !options.outside_forward || (options.dtype == (backend_device() == Device::CPU ? DType::F32 : DType::BF16) &&
+                                     !config.has_linear_attention() && !dynamic_rope && !options.adapters &&
+                                     !options.top_logprobs && !options.prompt_logprobs),
+        "engine: outside_forward with what it does not support");
     if (options.sampling_classes & sampling_class::REPEAT)
         seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((options.sampled_vocab + 31) / 32), 0));
     plan_memory();
@@ -1003,8 +1003,7 @@ int64_t Engine::active() const {
 bool Engine::ready() const {
     const bool sparse = 2 * active() <= int64_t(batch.size());
     const int64_t ahead = forward ? 1 : steps_ahead();  // a pass takes its tokens from the host
-    if (active() == 0 || steps_queued - steps_read >= ahead || (pending() && (batch_changed || sparse)))
-        return false;
+    if (active() == 0 || steps_queued - steps_read >= ahead || (pending() && (batch_changed || sparse))) return false;
     return pages_missing() <= pages_available() && std::all_of(batch.begin(), batch.end(), [&](const Sequence& s) {
                return s.retired || length(s.slot) < options.context;
            });

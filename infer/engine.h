@@ -80,8 +80,8 @@ class EngineForward {
     virtual void blocks(Tensor out, Tensor rows, Tensor tokens, Tensor positions, const Attend& attend) = 0;
     // out [n, Vp] fp32: the logits before the softcap.
     virtual void head(Tensor out, Tensor inp) = 0;
-    // out [n] fp32: the losses of targets [n], by the arithmetic of the other program. inp: that of head(); logits: what
-    // head() wrote, with the softcap, undefined afterwards.
+    // out [n] fp32: the losses of targets [n], by the arithmetic of the other program. inp: that of head(); logits:
+    // what head() wrote, with the softcap, undefined afterwards.
     virtual void losses(Tensor out, Tensor targets, Tensor inp, Tensor logits) = 0;
 };
 

@@ -145,9 +145,9 @@ bool hopper_gemm_takes(const GemmKey& key) {
     const bool small = std::max({key.M, key.N, key.K}) <= INT32_MAX / 2;  // TMA takes 32-bit coordinates
     const bool stores = key.out_dtype == DType::BF16 || (key.out_dtype == DType::F32 && key.transpose_b &&
                                                          key.epilogue == GemmEpilogue::None && !key.accumulate);
-    return is_hopper() && small && key.dtype == DType::BF16 && stores && transposes &&
-           key.batch == 1 && (plain || !key.accumulate) && key.K > 0 && key.N % 8 == 0 &&
-           aligned(key.align_a, key.ld_a) && aligned(key.align_b, key.ld_b) && aligned(key.align_out, key.ld_out) &&
+    return is_hopper() && small && key.dtype == DType::BF16 && stores && transposes && key.batch == 1 &&
+           (plain || !key.accumulate) && key.K > 0 && key.N % 8 == 0 && aligned(key.align_a, key.ld_a) &&
+           aligned(key.align_b, key.ld_b) && aligned(key.align_out, key.ld_out) &&
            (!key.ld_aux || aligned(key.align_aux, key.ld_aux)) &&
            (!key.align_bias || (key.align_bias >= 4 && key.epilogue != GemmEpilogue::Exp));
 }

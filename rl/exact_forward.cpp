@@ -23,10 +23,10 @@ void ExactForward::blocks(Tensor out, Tensor rows, Tensor tokens, Tensor positio
 }
 
 void ExactForward::head(Tensor out, Tensor inp) {
-    if (inp.dtype == out.dtype)
-        matmul_forward(out, inp, model.weight(model.head()), model.weight(HEAD_B), ctx.stream);
-    else  // check_exact() refuses a bias
-        matmul(out, inp, model.weight(model.head()), false, true, false, ctx.stream);
+    const Tensor weight = model.weight(model.head());
+    if (inp.dtype != out.dtype)  // then check_exact() refuses a bias
+        return matmul(out, inp, weight, false, true, false, ctx.stream);
+    matmul_forward(out, inp, weight, model.weight(HEAD_B), ctx.stream);
 }
 
 void ExactForward::losses(Tensor out, Tensor targets, Tensor inp, Tensor logits) {

@@ -80,8 +80,9 @@ inline bool is_batch_invariant(const char* op, const GemmKey& key, Stream stream
 // time. Clusters, which change no bit, pay where each of the two blocks has many tiles of rows.
 inline void run_batch_invariant(const char* op, const Gemm& gemm, Stream stream) {
     constexpr int64_t MANY_ROWS = 1024;
-    require(hopper_takes(gemm), op, ": hopper_gemm(), whose rows do not depend on each other, does not take M = ",
-            gemm.key.M, ", N = ", gemm.key.N, ", K = ", gemm.key.K, ", ", dtype_name(gemm.key.dtype), " to ",
+    require(hopper_takes(gemm), op,
+            ": hopper_gemm(), whose rows do not depend on each other, does not take M = ", gemm.key.M,
+            ", N = ", gemm.key.N, ", K = ", gemm.key.K, ", ", dtype_name(gemm.key.dtype), " to ",
             dtype_name(gemm.key.out_dtype), "; it takes bf16 with N and row strides that are multiples of 8");
     run_hopper(op, gemm, gemm.key.M < MANY_ROWS ? GemmKernel::Hopper1 : GemmKernel::Hopper2, stream);
 }
