@@ -213,13 +213,15 @@ void Rollouts::learn_from(const std::vector<Summary>& all) {
         lengths.push_back(options.keep_truncated || !s.truncated ? s.length : 0);
     }
     const std::vector<float> of_all = advantages(rewards, G, options.advantage);
+    const auto leaves_out = [&](size_t begin) {  // without a difference of rewards only the KL has a gradient
+        return options.policy.kl == 0 && !group_differs(rewards, begin, G);
+    };
     int64_t left_out = 0;
-    for (size_t begin = 0; begin < rewards.size(); begin += size_t(G)) left_out += !group_differs(rewards, begin, G);
+    for (size_t begin = 0; begin < rewards.size(); begin += size_t(G)) left_out += leaves_out(begin);
     entries.emplace_back("groups_left_out", double(left_out));
 
-    const auto learns_from = [&](size_t i) {  // without a difference of rewards only the KL has a gradient
-        const bool differs = group_differs(rewards, i / size_t(G) * size_t(G), G);
-        return (differs || options.policy.kl > 0) && (options.keep_truncated || !all[i].truncated);
+    const auto learns_from = [&](size_t i) {
+        return !leaves_out(i / size_t(G) * size_t(G)) && (options.keep_truncated || !all[i].truncated);
     };
     std::vector<PolicyExample> examples;
     for (size_t i = 0; i < sampled.size(); i++) {

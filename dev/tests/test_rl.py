@@ -257,6 +257,17 @@ class RlTest(TrainingTest):
         for line in log(out):
             self.assertTrue(line["idle"])
             self.assertEqual((line["reward"], line["groups_left_out"], line["policy_tokens"]), (1, 4, 0))
+        # The divergence has a gradient whatever the rewards are.
+        for line in log(self.rl("alike", "--data", rows, "--lora-rank", 2, "--kl", 0.05, "--steps", 2)):
+            self.assertEqual((line["groups_left_out"], line.get("idle")), (0, None))
+            self.assertGreater(line["policy_tokens"], 0)
+
+    def test_epochs_are_passes_over_the_prompts(self):
+        args = self.rl_args("epochs", "--epochs", 1.5, "--prompts", 2)  # of 4
+        steps = args.index("--steps")
+        done = run("rl", *args[:steps], *args[steps + 2:], env=ONE_THREAD)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual([line["step"] for line in log(os.path.join(self.top, "epochs"))], [1, 2, 3])
 
     def test_plan_counts_shared_memory_once(self):
         def planned(*args):
