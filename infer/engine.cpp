@@ -357,7 +357,7 @@ void Engine::count_weight_bytes() {
 // as retired, and the results are not used.
 void Engine::prepare_graphs() {
     const int64_t B = options.slots;
-    if (!graphs_replay()) return;
+    if (!graphs_replay() || forward) return;
     for (const Tensor& t : {step_positions, slot_ids, tile_rows, tile_adapters})
         if (t) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
     for (const Tensor& t : {ids, sequences, steps, buffer_index}) device_fill(t.data, 0, size_t(t.bytes()), stream);
