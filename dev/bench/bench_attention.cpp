@@ -48,7 +48,7 @@ struct Problem {
     // Pairs of a query and a key that it sees.
     double pairs() const {
         const int64_t seen = window ? window : length;  // by all but the first queries
-        return double(B * NH) * (double(seen * (seen + 1) / 2) + double((length - seen) * seen));
+        return double(B * NH) * (0.5 * double(seen * (seen + 1)) + double((length - seen) * seen));
     }
 };
 
