@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "dev/oracle/reference.h"
 #include "dev/tests/test_util.h"
@@ -546,9 +547,38 @@ TEST_P(Attention, CountOfSequencesOnTheDevice) {
     EXPECT_EQ(run(p, 7, true, 9).all(), run(p, 7).all());
 }
 
+// out and lse of the forward pass alone. keys: where k and v lie, {} for one after the other. extra and room: see
+// run().
+Result forward(const Problem& p, const Tensor& k, const Tensor& v, AttentionSequences keys = {}, int64_t extra = 0,
+               int64_t room = -1) {
+    const auto& [qlens, klens, NH, NKV, HS, mask] = p.shape;
+    const int64_t Nq = p.Nq + extra, S = int64_t(qlens.size());
+    std::vector<double> queries = p.q;
+    queries.resize(size_t(Nq * NH * HS), NOT_A_NUMBER);
+    const auto with_room = [&](std::vector<int32_t> cum) {
+        cum.resize(cum.size() + size_t(std::max<int64_t>(room, 0)), cum.back());
+        return TestArray::ints(cum, {int64_t(cum.size())});
+    };
+    const TestArray q = TestArray::of(p.dtype, queries, {Nq, NH, HS}), cum_q = with_room(p.cum_q),
+                    cum_k = with_room(p.cum_k), count = TestArray::ints({int32_t(S)}, {1}),
+                    out = TestArray::poisoned(p.dtype, {Nq, NH, HS}), lse = TestArray::poisoned({NH, Nq}),
+                    scratch = TestArray::scratch(attention_forward_scratch());
+    AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens), mask.causal, mask.window, {}};
+    if (room >= 0) sequences.count = count;
+    sequences.pages = keys.pages;
+    sequences.page_rows = keys.page_rows;
+    attention_forward(out, lse, q, k, v, sequences, p.scale, scratch, Stream{});
+    return {out.fetch(), lse.fetch(), {}, {}, {}, {}};
+}
+Result forward(const Problem& p, int64_t extra = 0) {
+    const int64_t NKV = p.shape.NKV, HS = p.shape.HS;
+    return forward(p, TestArray::of(p.dtype, p.k, {p.Nk, NKV, HS}), TestArray::of(p.dtype, p.v, {p.Nk, NKV, HS}), {},
+                   extra);
+}
+
 // The keys of a problem in a paged cache: each sequence's pages in an order of its own, NaN in rows that no key has.
-// Pages before the first query's window are not there. Returns out.
-std::vector<double> run_paged(const Problem& p, bool reversed) {
+// Pages before the first query's window are not there.
+Result forward_paged(const Problem& p, bool reversed, int64_t extra = 0, int64_t room = -1) {
     const auto& [qlens, klens, NH, NKV, HS, mask] = p.shape;
     const int64_t S = int64_t(qlens.size()), columns = p.longest(klens) / KV_PAGE + 2, row = NKV * HS;
     std::vector<int32_t> table(size_t((S + 1) * columns), -1), rows;
@@ -573,16 +603,13 @@ std::vector<double> run_paged(const Problem& p, bool reversed) {
             }
         return TestArray::of(p.dtype, values, {(used + 2) * KV_PAGE, NKV, HS});
     };
-    const TestArray q = TestArray::of(p.dtype, p.q, {p.Nq, NH, HS}), k = paged(p.k), v = paged(p.v);
-    const TestArray cum_q = TestArray::ints(p.cum_q, {S + 1}), cum_k = TestArray::ints(p.cum_k, {S + 1}),
-                    pages = TestArray::ints(table, {S + 1, columns}), page_rows = TestArray::ints(rows, {S}),
-                    out = TestArray::poisoned(p.dtype, {p.Nq, NH, HS}),
-                    scratch = TestArray::scratch(attention_forward_scratch());
-    AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens), mask.causal, mask.window, {}};
-    sequences.pages = pages;
-    sequences.page_rows = page_rows;
-    attention_forward(out, {}, q, k, v, sequences, p.scale, scratch, Stream{});
-    return out.fetch();
+    rows.resize(size_t(S + std::max<int64_t>(room, 0)));
+    const TestArray k = paged(p.k), v = paged(p.v), pages = TestArray::ints(table, {S + 1, columns}),
+                    page_rows = TestArray::ints(rows, {int64_t(rows.size())});
+    AttentionSequences keys;
+    keys.pages = pages;
+    keys.page_rows = page_rows;
+    return forward(p, k, v, keys, extra, room);
 }
 
 // Keys in pages: the oracle's results, the same bits wherever the pages lie, and those of keys in a row.
@@ -592,11 +619,11 @@ TEST_P(Attention, KeysInPages) {
         for (const int64_t window : {0, 20, 300}) {
             const Problem p(activation(), {{5, 300, 1, 128}, {133, 700, 128, 128}, NH, NKV, HS, {true, window}});
             SCOPED_TRACE(str("HS ", HS, " window ", window));
-            const std::vector<double> out = run_paged(p, true);
+            const std::vector<double> out = forward_paged(p, true).out;
             const reference::Attention ref = reference::attention_forward(
                 p.q.data(), p.k.data(), p.v.data(), p.cum_q, p.cum_k, NH, NKV, HS, double(p.scale), p.shape.mask);
             expect_close("out", out, ref.out.value, ref.out.mag, 700, HS, p.dtype, 2);
-            expect_same_bits("another order", out, run_paged(p, false));
+            expect_same_bits("another order", out, forward_paged(p, false).out);
             expect_same_bits("keys in a row", out, run(p).out);
         }
 }
@@ -623,11 +650,111 @@ TEST_P(Attention, BitsOfAQueryDependOnItsKeysAlone) {
                     for (const auto& [to, from] : {std::pair(&parts.k, &whole.k), {&parts.v, &whole.v}})
                         std::copy_n(from->begin(), shape.klens[s] * NKV * HS, to->begin() + parts.cum_k[s] * NKV * HS);
                 SCOPED_TRACE(str("HS ", HS, " window ", window, " chunks of ", n));
-                expect_same_bits("out", run_paged(parts, true), out);
+                expect_same_bits("out", forward_paged(parts, true).out, out);
             }
         }
 }
 #endif
+
+// The last query of each sequence that has queries, alone after the same keys.
+Problem last_queries(const Problem& whole) {
+    Problem last = whole;
+    const int64_t row = whole.shape.NH * whole.shape.HS;
+    last.q.clear();
+    for (size_t s = 0; s < whole.shape.qlens.size(); s++) {
+        if (whole.shape.qlens[s] == 0) continue;
+        last.shape.qlens[s] = 1;
+        last.q.insert(last.q.end(), &whole.q[size_t((whole.cum_q[s + 1] - 1) * row)],
+                      &whole.q[size_t((whole.cum_q[s + 1] - 1) * row)] + row);
+    }
+    last.cum_q = cumulative(last.shape.qlens);
+    last.Nq = last.cum_q.back();
+    return last;
+}
+
+// Expects the bits that these tokens have in `whole`, and nothing in the `extra` tokens after them.
+void expect_rows(const Result& got, const Result& whole, const Shape& shape, const std::vector<int64_t>& tokens,
+                 int64_t extra = 0) {
+    const int64_t row = shape.NH * shape.HS, Nq = int64_t(whole.lse.size()) / shape.NH;
+    std::vector<double> out, lse;
+    for (const int64_t t : tokens)
+        out.insert(out.end(), &whole.out[size_t(t * row)], &whole.out[size_t(t * row)] + row);
+    out.resize(out.size() + size_t(extra * row));
+    for (int64_t h = 0; h < shape.NH; h++) {
+        for (const int64_t t : tokens) lse.push_back(whole.lse[size_t(h * Nq + t)]);
+        lse.insert(lse.end(), size_t(extra), -INF);
+    }
+    expect_same_bits("out", got.out, out);
+    expect_same_bits("lse", got.lse, lse);
+}
+
+// A lone query has the bits that it has in a pass over its whole sequence, on the GPU too, where the query heads of a
+// KV head are then the rows of one tile: keys in a row and in pages, windows that end on the edges of key blocks and
+// within them, more heads than a warp and than a tile has rows, scores that move the softmax's base.
+TEST_P(Attention, LoneQueriesHaveTheBitsOfAWholePass) {
+    using Lengths = std::vector<int64_t>;
+    const Lengths few{129, 300, 1}, all{1, 127, 128, 129, 1000, 40, 256, 300};
+    for (const auto& [NH, NKV, HS] : {std::tuple<int64_t, int64_t, int64_t>{3, 3, 64},
+                                      {4, 2, 64},
+                                      {8, 2, 64},
+                                      {16, 2, 64},
+                                      {7, 1, 64},
+                                      {8, 2, 128},
+                                      {14, 2, 80},
+                                      {3, 1, 96},
+                                      {20, 1, 64},
+                                      {64, 1, 128},
+                                      {65, 1, 64}}) {
+        const Lengths& klens = NH > 8 ? few : all;
+        Lengths qlens = klens, tokens;
+        if (NH <= 8) qlens[2] = 3;  // fewer queries than keys
+        if (NH <= 8) qlens[5] = 0;
+        Problem whole(activation(), {qlens, klens, NH, NKV, HS}, 1, 6);
+        for (size_t s = 0; s < qlens.size(); s++)
+            if (qlens[s] > 0) tokens.push_back(whole.cum_q[s + 1] - 1);
+        for (const int64_t window : {0, 20, 128, 300}) {
+            SCOPED_TRACE(str("NH ", NH, " NKV ", NKV, " HS ", HS, " window ", window));
+            whole.shape.mask.window = window;
+            const Problem last = last_queries(whole);
+            const Result expected = forward(whole);
+            expect_rows(forward(last), expected, whole.shape, tokens);
+            expect_rows(forward(last, 3), expected, whole.shape, tokens, 3);
+            expect_rows(forward_paged(last, true), expected, whole.shape, tokens);
+            expect_rows(forward_paged(last, false, 70, 9), expected, whole.shape, tokens, 70);
+        }
+    }
+}
+
+// The same for every query of a sequence at once, all after the same pages: more tasks than a GPU runs at a time.
+TEST_P(Attention, LoneQueriesOfSharedPages) {
+    constexpr int64_t T = 400, NH = 8, NKV = 4, pages = (T + KV_PAGE - 1) / KV_PAGE;
+    for (const int64_t HS : {64, 128})
+        for (const int64_t window : {0, 1, 128, 200}) {
+            SCOPED_TRACE(str("HS ", HS, " window ", window));
+            const Problem whole(activation(), {{T}, {T}, NH, NKV, HS, {true, window}}, 1, 6);
+            const std::vector<int64_t> ones(T, 1);
+            Problem lone(activation(), {ones, ones, NH, NKV, HS, {true, window}});
+            lone.q = whole.q;
+            std::vector<int64_t> tokens;
+            for (int64_t t = 0; t < T; t++) {
+                tokens.push_back(t);
+                lone.shape.klens[size_t(t)] = t + 1;
+            }
+            lone.cum_k = cumulative(lone.shape.klens);
+            std::vector<int32_t> table(pages);
+            std::iota(table.begin(), table.end(), 0);
+            const auto cache = [&](std::vector<double> keys) {
+                keys.resize(size_t(pages * KV_PAGE * NKV * HS), NOT_A_NUMBER);
+                return TestArray::of(activation(), keys, {pages * KV_PAGE, NKV, HS});
+            };
+            const TestArray of_all = TestArray::ints(table, {1, pages}),
+                            page_rows = TestArray::ints(std::vector<int32_t>(T), {T});
+            AttentionSequences keys;
+            keys.pages = of_all;
+            keys.page_rows = page_rows;
+            expect_rows(forward(lone, cache(whole.k), cache(whole.v), keys), forward(whole), whole.shape, tokens);
+        }
+}
 
 TEST_P(Attention, Deterministic) {
     for (const Shape& shape : {Shape{{200}, {200}, 2, 1, 40}, Shape{{150}, {181}, 1, 1, 16},

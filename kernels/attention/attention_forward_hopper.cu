@@ -5,12 +5,18 @@
 // Q·Kᵀ of the next keys runs beside P·V of the current ones, across tasks too (FlashAttention-3, Shah et al. 2024,
 // section 3).
 //
-//   D    queries  keys  stages q, k, v  shared memory  consumers, registers  producer         blocks per SM
+//   D    rows     keys  stages q, k, v  shared memory  consumers, registers  producer         blocks per SM
 //   64   192      128   2, 3, 3         173,056 bytes  3 warpgroups, 160     1 warpgroup, 32  1
 //   128  128      128   2, 2, 2         230,400 bytes  2 warpgroups, 240     1 warpgroup, 24  1
+//   64   grouped  128   2, 2, 2         91,136 bytes   1 warpgroup, 216      1 warpgroup, 40  2
+//   128  grouped  128   2, 2, 2         181,248 bytes  1 warpgroup, 216      1 warpgroup, 40  1
 //
-// The kernel is launched with 128 (D = 64) or 168 (D = 128) registers a thread (sm_90a, CUDA 13.0), which setmaxnreg
-// redistributes, and has 8 (D = 64) or 16 bytes of stack.
+// The rows of a tile are queries of one head. Where no sequence has more than one query, they are grouped instead: the
+// 64 rows are that query's heads that share a KV head, so that its keys and values are read once. Key blocks, their
+// order and the arithmetic of a row are the same: a row has the bits that it has in a pass over its whole sequence.
+//
+// The kernel is launched with 128 or, for 128 queries, 168 registers a thread (sm_90a, CUDA 13.0), which setmaxnreg
+// redistributes. With 192 queries it has 8 bytes of stack, else none.
 //
 // Its speed is limited by tensor cores, exponentials and issue slots alike at D = 64, by tensor cores at D = 128. K and
 // V come from L2 (docs/understand/attention.md has the arithmetic).
@@ -18,15 +24,26 @@
 // GPT-2 124M (B=64, T=1024, NH=12, HS=64) on an H100 SXM: ceil(1024 / 192) = 6 tiles of queries for each of (64 + 1)·12
 // pairs of a sequence and a head (the last 12 for the tokens after the last sequence): 4,680 tasks for 132 blocks of
 // 512 threads.
+//
+// One query for each of 512 sequences of a LLaMA 1B shape (NH=32, NKV=8, HS=64) after 512 keys: (512 + 1)·8 = 4,104
+// grouped tasks for 264 blocks of 256 threads. Reading the keys and values is the bound: 537 MB a layer, 179 µs at 3
+// TB/s. An SM then gets 13 bytes a cycle, so a block of keys and values (32 KiB) takes 2,500 cycles; its matmuls and
+// exponentials take 512 each. To hide 1 µs of latency at that rate takes 23 KB of copies under way on each SM: two
+// blocks have at least 32 KiB each.
 #include "kernels/attention/hopper_tiles.cuh"
 
 namespace hopper {
 namespace {
 
-template <int D>
+// GROUPED: the rows of a tile are the query heads of a KV head, for the only query of a sequence.
+template <int HEAD_COLUMNS, bool GROUPED_HEADS>
 struct ForwardSizes {
-    static constexpr int WARPGROUPS = D <= 64 ? 3 : 2, BM = WARPGROUPS * 64, BN = 128;
-    static constexpr int STAGES = D <= 64 ? 3 : 2;
+    static constexpr int D = HEAD_COLUMNS;
+    static constexpr bool GROUPED = GROUPED_HEADS;
+    static constexpr int WARPGROUPS = GROUPED ? 1 : D <= 64 ? 3 : 2, BM = WARPGROUPS * 64, BN = 128;
+    static constexpr int STAGES = D <= 64 && !GROUPED ? 3 : 2;
+    // Keys that TMA copies at once. Grouped, the keys past a sequence's end are not worth the time to read them.
+    static constexpr int KEY_BOX = GROUPED ? 32 : BN;
     using Roles = hopper::Roles<WARPGROUPS>;
     struct Shared {
         alignas(SWIZZLE_ALIGNMENT) unsigned char q[2][BM * D * 2], out[BM * D * 2];  // q: of this task and the next
@@ -45,11 +62,11 @@ struct ForwardSizes {
     };
 };
 
-template <typename T, int D, bool PAGED>
+template <typename T, typename Sizes, bool PAGED>
 __device__ __forceinline__ void forward_produce(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
-                                                typename ForwardSizes<D>::Shared& shared) {
-    using Sizes = ForwardSizes<D>;
-    constexpr int BM = Sizes::BM, BN = Sizes::BN;
+                                                typename Sizes::Shared& shared) {
+    constexpr int D = Sizes::D, BM = Sizes::BM, BN = Sizes::BN;
+    constexpr bool GROUPED = Sizes::GROUPED;
     TileLoader loader(&shared.loader);
     RingPosition<2> q_at;
     RingPosition<Sizes::STAGES> at;  // k's and v's
@@ -59,22 +76,28 @@ __device__ __forceinline__ void forward_produce(const Attention<T>& a, const Map
         const Sequence& seq = task.seq;
         const int i0 = first_query(seq, task.rank, BM);
         const BlockRange<BN> blocks(keys_seen(seq, i0, i0 + BM));
-        const int kv_head = task.head / int(a.NH / a.NKV);
+        const int group = int(a.NH / a.NKV), kv_head = GROUPED ? task.head : task.head / group;
+        const int head = GROUPED ? task.head * group : task.head, token = seq.q0 + (GROUPED ? 0 : i0);
         static_assert(BN == KV_PAGE);
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             int first_row = seq.k0 + n * BN;
             if constexpr (PAGED) first_row = int(pages_of(a, task.sequence).row(n * BN));
+            const int count = seq.klen - n * BN;
+            const auto load = [&](unsigned char* tile, const CUtensorMap& map, Mbarrier* full, int rows) {
+                if constexpr (GROUPED)
+                    load_first_rows<BN, D, Sizes::KEY_BOX>(tile, &map, kv_head, first_row, full, rows);
+                else
+                    loader.load<BN, D, 1>({tile}, {&map}, kv_head, first_row, full, rows);
+            };
             shared.k_ring.wait_empty(at);
-            loader.load<BN, D, 1>({shared.k[at.stage]}, {&maps.k}, kv_head, first_row, &shared.k_ring.full[at.stage]);
+            load(shared.k[at.stage], maps.k, &shared.k_ring.full[at.stage], GROUPED ? count : BN);
             if (n == blocks.end - 1) {
                 shared.q_ring.wait_empty(q_at);
-                loader.load<BM, D, 1>({shared.q[q_at.stage]}, {&maps.q}, task.head, seq.q0 + i0,
-                                      &shared.q_ring.full[q_at.stage]);
+                loader.load<BM, D, 1>({shared.q[q_at.stage]}, {&maps.q}, head, token, &shared.q_ring.full[q_at.stage]);
                 q_at.advance();
             }
             shared.v_ring.wait_empty(at);
-            loader.load<BN, D, 1>({shared.v[at.stage]}, {&maps.v}, kv_head, first_row, &shared.v_ring.full[at.stage],
-                                  seq.klen - n * BN);
+            load(shared.v[at.stage], maps.v, &shared.v_ring.full[at.stage], count);
             at.advance();
         }
     }
@@ -136,16 +159,27 @@ struct OnlineSoftmax {
 // at most one block of values that another warpgroup of the same task reads.
 struct ForwardRows {
     bool exists = false, pending = false;
-    int unseen = 0;         // blocks of values before its last that this warpgroup does not see
-    int row = 0, head = 0;  // row: this warp's first query, of the sequence that starts at `token`
-    int token = 0;
+    int unseen = 0;           // blocks of values before its last that this warpgroup does not see
+    int token = 0, head = 0;  // of this warp's first row
+    int begin = 0, end = 16;  // the rows that exist, of the warp's 16
+
+    // query: of the sequence, the warp's first; warp_row: its first row of the warpgroup; group: heads of a task.
+    template <bool GROUPED>
+    __device__ __forceinline__ void set(const Task& task, int query, int warp_row, int group) {
+        token = task.seq.q0 + (GROUPED ? 0 : query);
+        head = GROUPED ? task.head * group + warp_row : task.head;
+        begin = GROUPED ? 0 : -query;
+        end = GROUPED ? group - warp_row : 16;
+    }
 };
 
 // Divides o by the sums of P; stores out and lse.
-template <typename T, int D>
+template <typename T, typename Sizes>
 __device__ __forceinline__ void store_forward(const Attention<T>& a, const Maps& maps, const ForwardRows& rows,
-                                              const OnlineSoftmax& softmax, float (&o)[D / 8][4], unsigned char* tile,
-                                              int tile_row) {
+                                              const OnlineSoftmax& softmax, float (&o)[Sizes::D / 8][4],
+                                              unsigned char* tile, int tile_row) {
+    constexpr bool GROUPED = Sizes::GROUPED;
+    constexpr int D = Sizes::D;
     const int lane = lane_id();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -155,47 +189,74 @@ __device__ __forceinline__ void store_forward(const Attention<T>& a, const Maps&
             o[t][2 * half] *= factor;
             o[t][2 * half + 1] *= factor;
         }
-        const int i = rows.row + lane / 4 + half * 8;
-        if (a.lse && lane % 4 == 0 && i >= 0)
-            a.lse[rows.head * a.lse_stride + rows.token + i] =
+        const int row = lane / 4 + half * 8, head = rows.head + (GROUPED ? row : 0);
+        if (a.lse && lane % 4 == 0 && row >= rows.begin && row < rows.end)
+            a.lse[head * a.lse_stride + rows.token + (GROUPED ? 0 : row)] =
                 total == 0 ? -INF : a.scale * softmax.base[half] + logf(total);
     }
-    store_rows<ForwardSizes<D>::BM>(
-        OutputRows<T>{&maps.out, a.out.at(rows.token + rows.row, rows.head), a.out.token_stride, rows.head,
-                      rows.token + rows.row, -rows.row, 16, a.HS},
+    store_rows<Sizes::BM>(
+        OutputRows<T>{&maps.out, a.out.at(rows.token, rows.head), GROUPED ? a.out.head_stride : a.out.token_stride,
+                      rows.head, rows.token, rows.begin, rows.end, a.HS},
         tile, tile_row, o);
 }
 
-// Tokens after the last sequence get out = 0 and lse = −∞: one part of `parts`, by a warpgroup.
+// Tokens after the last sequence get out = 0 and lse = −∞: one part of `parts` of `group` heads, by a warpgroup.
 template <typename T>
-__device__ __forceinline__ void zero_forward_tail(const Attention<T>& a, int head, int part, int parts) {
+__device__ __forceinline__ void zero_forward_tail(const Attention<T>& a, int head, int group, int part, int parts) {
     const int64_t first = max(0, a.cum_q[a.S]);
-    zero_tail(a.out, head, first, a.Nq, a.HS, part, parts, WARPGROUP);
-    for (int64_t i = first + part * WARPGROUP + threadIdx.x % WARPGROUP; a.lse && i < a.Nq; i += parts * WARPGROUP)
-        a.lse[head * a.lse_stride + i] = -INF;
+    for (const int end = head + group; head < end; head++) {
+        zero_tail(a.out, head, first, a.Nq, a.HS, part, parts, WARPGROUP);
+        for (int64_t i = first + part * WARPGROUP + threadIdx.x % WARPGROUP; a.lse && i < a.Nq; i += parts * WARPGROUP)
+            a.lse[head * a.lse_stride + i] = -INF;
+    }
 }
 
-template <typename T, int D>
-__device__ __forceinline__ void forward_consume(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
-                                                typename ForwardSizes<D>::Shared& shared, int warpgroup) {
-    using Sizes = ForwardSizes<D>;
-    constexpr int BM = Sizes::BM, BN = Sizes::BN, WARPGROUPS = Sizes::WARPGROUPS;
-    const int lane = lane_id(), warp_row = uniform(threadIdx.x % WARPGROUP / WARP * 16);
-    // Warpgroups issue their matmuls one after the other: the softmax of one then overlaps with the matmuls of the
-    // next.
-    const int barrier = 1 + warpgroup, next_barrier = 1 + (warpgroup + 1) % WARPGROUPS;
-    const auto issue_wait = [&] { named_barrier_sync(barrier, 2 * WARPGROUP); };
-    const auto issue_done = [&] { named_barrier_arrive(next_barrier, 2 * WARPGROUP); };
-    if (warpgroup == WARPGROUPS - 1) issue_done();
+// Writes zeros to the values of a block from `first` on, those past the sequence's last key: by a block's only
+// warpgroup, so that the producer warp need not wait until they have arrived, while no other copy is under way.
+template <typename Sizes>
+__device__ __forceinline__ void zero_values(typename Sizes::Shared& shared, RingPosition<Sizes::STAGES> at, int first) {
+    if (first >= Sizes::BN) return;
+    shared.v_ring.wait_full(at);
+    zero_rows<Sizes::BN, Sizes::D, WARPGROUP>(shared.v[at.stage], first);
+    fence_async_proxy();
+    named_barrier_sync(1, WARPGROUP);
+}
 
+// Warpgroups issue their matmuls one after the other: the softmax of one then overlaps with the matmuls of the next.
+template <int WARPGROUPS>
+class IssueOrder {
+  public:
+    __device__ __forceinline__ explicit IssueOrder(int warpgroup)
+        : own_(1 + warpgroup), next_(1 + (warpgroup + 1) % WARPGROUPS) {
+        if (warpgroup == WARPGROUPS - 1) done();
+    }
+    __device__ __forceinline__ void wait() const {
+        if constexpr (WARPGROUPS > 1) named_barrier_sync(own_, 2 * WARPGROUP);
+    }
+    __device__ __forceinline__ void done() const {
+        if constexpr (WARPGROUPS > 1) named_barrier_arrive(next_, 2 * WARPGROUP);
+    }
+
+  private:
+    const int own_, next_;  // named barriers
+};
+
+template <typename T, typename Sizes>
+__device__ __forceinline__ void forward_consume(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
+                                                typename Sizes::Shared& shared, int warpgroup) {
+    constexpr int D = Sizes::D, BM = Sizes::BM, BN = Sizes::BN, WARPGROUPS = Sizes::WARPGROUPS;
+    constexpr bool GROUPED = Sizes::GROUPED;
+    const int lane = lane_id(), warp_row = uniform(threadIdx.x % WARPGROUP / WARP * 16);
+    const int group = GROUPED ? int(a.NH / a.NKV) : 1;  // heads of a task
+    const IssueOrder<WARPGROUPS> order(warpgroup);
     RingPosition<2> q_at;
     RingPosition<Sizes::STAGES> k_at, v_at;
     const auto skip_keys = [&](int blocks) {
 #pragma unroll 1
         for (; blocks > 0; blocks--) {
             shared.k_ring.skip(k_at);
-            issue_wait();
-            issue_done();
+            order.wait();
+            order.done();
         }
     };
     const auto skip_values = [&](int blocks) {
@@ -249,42 +310,47 @@ __device__ __forceinline__ void forward_consume(const Attention<T>& a, const Map
         const int unseen = sees ? blocks.end - mine.end : 0;
         skip_keys(unseen);
         if (sees) {
-            issue_wait();
+            order.wait();
             issue_QK();
             if (last.pending) {
                 issue_PV();
-                issue_done();
+                order.done();
                 wgmma_wait<0>();
                 release_values();
             } else {
-                issue_done();
+                order.done();
                 wgmma_wait<0>();
             }
             release_keys();
         }
         if (last.exists) {
             skip_values(last.unseen);
-            store_forward<T, D>(a, maps, last, softmax, o, shared.out, warpgroup * 64 + warp_row);
+            store_forward<T, Sizes>(a, maps, last, softmax, o, shared.out, warpgroup * 64 + warp_row);
         }
-        if (tail) zero_forward_tail(a, task.head, task.rank * WARPGROUPS + warpgroup, task.tiles * WARPGROUPS);
+        if (tail)
+            zero_forward_tail(a, task.head * group, group, task.rank * WARPGROUPS + warpgroup, task.tiles * WARPGROUPS);
 
         set_zero(o);
         softmax = {a.scale * LOG2E};
-        last = {exists, sees, sees ? mine.begin - blocks.begin : 0, r0 + warp_row, task.head, int(seq.q0)};
+        last = {exists, sees, sees ? mine.begin - blocks.begin : 0};
+        last.set<GROUPED>(task, r0 + warp_row, warp_row, group);
         skip_values(unseen);
         if (sees) {
+            constexpr int STEP = GROUPED ? 0 : 1;  // queries from one row to the next
+            const int first = GROUPED ? 0 : r0;
             const auto scores_to_probabilities = [&](int n) {
-                mask_keys(s, seq, r0, r0 + warp_row + lane / 4, n * BN, -INF);
+                mask_keys<STEP>(s, seq, first, first + STEP * (warp_row + lane / 4), n * BN, -INF);
                 return softmax.step(s, factor);
             };
             int n = mine.end - 1;
             scores_to_probabilities(n);
             round_to_A<T>(p, s);
+            if constexpr (GROUPED) zero_values<Sizes>(shared, v_at, seq.klen - n * BN);
             for (; n > mine.begin; n--) {
-                issue_wait();
+                order.wait();
                 issue_QK();
                 issue_PV();
-                issue_done();
+                order.done();
                 wgmma_wait<1>();
                 release_keys();
                 const bool moved = scores_to_probabilities(n - 1);
@@ -306,14 +372,33 @@ __device__ __forceinline__ void forward_consume(const Attention<T>& a, const Map
 }
 
 // PAGED: the keys are in pages. An instance of its own, because the producer warp has no registers to spare.
-template <typename T, int D, bool PAGED>
-__global__ void __launch_bounds__(ForwardSizes<D>::Roles::THREADS, 1)
+template <typename T, typename Sizes, bool PAGED>
+__global__ void __launch_bounds__(Sizes::Roles::THREADS, Sizes::Roles::BLOCKS)
     forward_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
                           const __grid_constant__ Schedule schedule) {
-    using Sizes = ForwardSizes<D>;
     auto& shared = prepare_shared<Sizes>();
-    Sizes::Roles::run([&] { forward_produce<T, D, PAGED>(a, maps, schedule, shared); },
-                      [&](int warpgroup) { forward_consume<T, D>(a, maps, schedule, shared, warpgroup); });
+    Sizes::Roles::run([&] { forward_produce<T, Sizes, PAGED>(a, maps, schedule, shared); },
+                      [&](int warpgroup) { forward_consume<T, Sizes>(a, maps, schedule, shared, warpgroup); });
+}
+
+template <typename Sizes, typename T>
+void launch_forward(const char* op, const Attention<T>& a, const AttentionSequences& sequences, Stream stream) {
+    const auto map_of_rows = [&](const Heads<T>& x, int rows) {
+        return Sizes::GROUPED ? make_tensor_map(op, x, a.Nq, a.NH, a.HS, 1, PANEL_COLUMNS, rows)
+                              : make_tensor_map(op, x, a.Nq, a.NH, a.HS, rows);
+    };
+    Maps maps{};
+    maps.q = map_of_rows(a.q, Sizes::BM);
+    const int64_t key_rows = a.pages ? a.num_pages * KV_PAGE : a.Nk;
+    maps.k = make_tensor_map(op, a.k, key_rows, a.NKV, a.HS, Sizes::KEY_BOX);
+    maps.v = make_tensor_map(op, a.v, key_rows, a.NKV, a.HS, Sizes::KEY_BOX);
+    maps.out = map_of_rows(a.out, 16);
+    const Tiled queries{a.cum_q, a.Nq, Sizes::BM};
+    const int64_t heads = Sizes::GROUPED ? a.NKV : a.NH;
+    const Schedule schedule = make_schedule(a.S, heads, tiles_of(sequences.max_q, Sizes::BM),
+                                            sequences.max_k * Sizes::D * 4 * a.NKV / heads, a.next_task, queries);
+    const auto kernel = a.pages ? forward_hopper_kernel<T, Sizes, true> : forward_hopper_kernel<T, Sizes, false>;
+    launch_persistent<Sizes>(op, kernel, a, maps, schedule, stream);
 }
 
 }  // namespace
@@ -328,20 +413,11 @@ template <typename T>
 void hopper_attention_forward(const char* op, const Attention<T>& a, const AttentionSequences& sequences,
                               Stream stream) {
     hopper::dispatch_head_size(a.HS, [&](auto D) {
-        using Sizes = hopper::ForwardSizes<D>;
-        hopper::Maps maps{};
-        maps.q = make_tensor_map(op, a.q, a.Nq, a.NH, a.HS, Sizes::BM);
-        const int64_t key_rows = a.pages ? a.num_pages * KV_PAGE : a.Nk;
-        maps.k = make_tensor_map(op, a.k, key_rows, a.NKV, a.HS, Sizes::BN);
-        maps.v = make_tensor_map(op, a.v, key_rows, a.NKV, a.HS, Sizes::BN);
-        maps.out = make_tensor_map(op, a.out, a.Nq, a.NH, a.HS, 16);
-        const hopper::Tiled queries{a.cum_q, a.Nq, Sizes::BM};
-        const hopper::Schedule schedule =
-            hopper::make_schedule(a.S, a.NH, tiles_of(sequences.max_q, Sizes::BM),
-                                  sequences.max_k * D * 4 * a.NKV / a.NH, a.next_task, queries);
-        const auto kernel =
-            a.pages ? hopper::forward_hopper_kernel<T, D, true> : hopper::forward_hopper_kernel<T, D, false>;
-        hopper::launch_persistent<Sizes>(op, kernel, a, maps, schedule, stream);
+        using Grouped = hopper::ForwardSizes<D, true>;
+        if (sequences.max_q == 1 && a.NH <= Grouped::BM * a.NKV)
+            hopper::launch_forward<Grouped>(op, a, sequences, stream);
+        else
+            hopper::launch_forward<hopper::ForwardSizes<D, false>>(op, a, sequences, stream);
     });
 }
 

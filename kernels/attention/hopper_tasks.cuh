@@ -1,8 +1,8 @@
 // The persistent, warp-specialised structure that the attention kernels for Hopper GPUs share.
 //
-// One block runs on each SM and works through tasks, tiles of rows of one sequence and head. One producer warp takes
-// tasks from a counter in global memory and loads their tiles by TMA; two or three consumer warpgroups compute. Tasks
-// and tiles reach the consumers through rings of stages in shared memory, guarded by mbarriers.
+// One block, or two, run on each SM and work through tasks, tiles of rows of one sequence and head. One producer warp
+// takes tasks from a counter in global memory and loads their tiles by TMA; one to three consumer warpgroups compute.
+// Tasks and tiles reach the consumers through rings of stages in shared memory, guarded by mbarriers.
 #pragma once
 
 #include "kernels/attention/attention.cuh"
@@ -125,13 +125,14 @@ class TaskConsumer {
 };
 
 // Threads and registers of a block: WARPGROUPS consumer warpgroups, and one of the producer, which gives up registers
-// for them. An SM has 65,536: 3·128·160 + 128·32 or 2·128·240 + 128·24.
+// for them. An SM has 65,536: 3·128·160 + 128·32, 2·128·240 + 128·24, or for two blocks 2·(128·216 + 128·40).
 template <int WARPGROUPS>
 struct Roles {
     static constexpr int CONSUMER_WARPS = WARPGROUPS * WARPGROUP / WARP;
     static constexpr int THREADS = (WARPGROUPS + 1) * WARPGROUP;
-    static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 24;
-    static constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 240;
+    static constexpr int BLOCKS = WARPGROUPS == 1 ? 2 : 1;  // whose registers an SM has
+    static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 1 ? 40 : WARPGROUPS == 3 ? 32 : 24;
+    static constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 216 : WARPGROUPS == 3 ? 160 : 240;
 
     // sum: run by the other three warps of the producer's warpgroup; null: they exit.
     template <typename Produce, typename Consume, typename Sum = std::nullptr_t>
@@ -190,10 +191,13 @@ static __global__ void reset_task_counter_kernel(uint32_t* next) {
 template <typename Sizes, typename T>
 void launch_persistent(const char* op, void (*kernel)(Attention<T>, Maps, Schedule), const Attention<T>& a,
                        const Maps& maps, const Schedule& schedule, Stream stream) {
-    const int64_t tasks = schedule.tasks(a), blocks = std::min(tasks, num_sms());
+    constexpr int bytes = sizeof(typename Sizes::Shared);
+    constexpr int64_t SM_BYTES = 228 << 10,
+                      RESERVED = 1 << 10;  // shared memory: an SM's, and what a block takes besides
+    constexpr int64_t on_sm = std::min<int64_t>(Sizes::Roles::BLOCKS, SM_BYTES / (bytes + RESERVED));
+    const int64_t tasks = schedule.tasks(a), blocks = std::min(tasks, on_sm * num_sms());
     require(tasks < int64_t(1) << 31, op, ": ", a.S, " sequences of up to ", schedule.tiles, " tiles and ",
             schedule.heads, " heads are more than one launch can hold");
-    constexpr int bytes = sizeof(typename Sizes::Shared);
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
     reset_task_counter_kernel<<<1, 1, 0, cuda_stream(stream)>>>(schedule.next);
     kernel<<<unsigned(blocks), Sizes::Roles::THREADS, bytes, cuda_stream(stream)>>>(a, maps, schedule);

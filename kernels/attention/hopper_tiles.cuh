@@ -19,6 +19,29 @@ struct BlockRange {
     __device__ __forceinline__ bool contains(int block) const { return block >= begin && block < end; }
 };
 
+// Writes zeros to the rows of a tile of ROWS rows from `first` on, by THREADS threads. fence_async_proxy() follows.
+template <int ROWS, int D, int THREADS>
+__device__ __forceinline__ void zero_rows(unsigned char* tile, int first) {
+    for (int i = threadIdx.x % THREADS; i < (ROWS - first) * (D / 8); i += THREADS)
+        *reinterpret_cast<uint4*>(tile + swizzled_offset<ROWS>(first + i / (D / 8), i % (D / 8) * 8)) = {};
+}
+
+// Loads the first `count` rows of a tile of ROWS rows, or more, for one phase of `full`, in boxes of BOX rows. Rows
+// after the last box keep what they held: the consumers mask rows from `count` on or write zeros to them.
+template <int ROWS, int D, int BOX>
+__device__ __forceinline__ void load_first_rows(unsigned char* tile, const CUtensorMap* map, int head, int token,
+                                                Mbarrier* full, int count) {
+    const int boxes = (min(count, ROWS) + BOX - 1) / BOX;
+    if (lane_id() > 0) return;
+    mbarrier_arrive_expect_tx(full, boxes * BOX * D * 2);
+#pragma unroll 1
+    for (int b = 0; b < boxes; b++)
+#pragma unroll
+        for (int p = 0; p < D / PANEL_COLUMNS; p++)
+            tma_load(tile + (p * ROWS + b * BOX) * PANEL_ROW_BYTES, map, p * PANEL_COLUMNS, head, token + b * BOX,
+                     full);
+}
+
 // Loads N tiles of ROWS rows of the same head, from the same token on, for one phase of `full`. Rows from `count` on
 // become zeros: such tiles, the last of their sequence, first complete an mbarrier of the producer warp's own. Where
 // rows stay separate, count is ROWS.
@@ -43,9 +66,7 @@ class TileLoader {
         mbarrier_wait(own_, parity_);
         parity_ ^= 1;
 #pragma unroll
-        for (int n = 0; n < N; n++)
-            for (int i = lane_id(); i < (ROWS - count) * (D / 8); i += WARP)
-                *reinterpret_cast<uint4*>(tiles[n] + swizzled_offset<ROWS>(count + i / (D / 8), i % (D / 8) * 8)) = {};
+        for (int n = 0; n < N; n++) zero_rows<ROWS, D, WARP>(tiles[n], count);
         fence_async_proxy();
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(full);
@@ -70,12 +91,13 @@ __device__ __forceinline__ void mask_before(float (&c)[NT][4], int first, int fi
 }
 
 // Scores S of a warpgroup's 64 queries from r0 on, this thread's being `row` and row + 8, and the keys from j0 on: keys
-// that a query does not see become `to`.
-template <int NT>
+// that a query does not see become `to`. STEP: queries from one row to the next; 0: all 64 rows are of query r0 = row.
+template <int STEP = 1, int NT>
 __device__ __forceinline__ void mask_keys(float (&s)[NT][4], const Sequence& seq, int r0, int row, int j0, float to) {
+    const int row_8 = row + 8 * STEP;
     if (j0 + NT * 8 - 1 > min(r0 + seq.last, seq.klen - 1))
-        mask_after(s, min(row + seq.last, seq.klen - 1) - j0, min(row + 8 + seq.last, seq.klen - 1) - j0, to);
-    if (j0 < r0 + 63 + seq.first) mask_before(s, row + seq.first - j0, row + 8 + seq.first - j0, to);
+        mask_after(s, min(row + seq.last, seq.klen - 1) - j0, min(row_8 + seq.last, seq.klen - 1) - j0, to);
+    if (j0 < r0 + 63 * STEP + seq.first) mask_before(s, row + seq.first - j0, row_8 + seq.first - j0, to);
 }
 // Likewise Sᵀ of a warpgroup's 64 keys from r0 on and the queries from i0 on. The caller masks keys past the last.
 template <int NT>

@@ -106,16 +106,17 @@ inline auto tensor_map_encoder() {
     return function;
 }
 
-// A tensor [tokens, heads, HS], copied in boxes of `rows` tokens of one head and 64 columns (128-byte swizzle) or 32
-// columns (64-byte swizzle: vectors are permuted by bits 1 and 2 of the row).
+// A tensor [tokens, heads, HS], copied in boxes of `rows` tokens of one head (or of `box_heads` heads: the rows of the
+// tile are then the heads of one token after the other) and 64 columns (128-byte swizzle) or 32 columns (64-byte
+// swizzle: vectors are permuted by bits 1 and 2 of the row).
 template <typename T>
 CUtensorMap make_tensor_map(const char* op, const Heads<T>& x, int64_t tokens, int64_t heads, int64_t HS, int rows,
-                            int columns = PANEL_COLUMNS) {
+                            int columns = PANEL_COLUMNS, int box_heads = 1) {
     const cuuint64_t shape[3] = {cuuint64_t(HS), cuuint64_t(heads), cuuint64_t(std::max<int64_t>(1, tokens))};
     // The stride of a dimension of length 1 is never used, but must be a multiple of 16 bytes.
     const auto bytes = [](int64_t stride, int64_t length) { return cuuint64_t(length > 1 ? stride * 2 : 16); };
     const cuuint64_t strides[2] = {bytes(x.head_stride, heads), bytes(x.token_stride, tokens)};
-    const cuuint32_t box[3] = {cuuint32_t(columns), 1, cuuint32_t(rows)}, steps[3] = {1, 1, 1};
+    const cuuint32_t box[3] = {cuuint32_t(columns), cuuint32_t(box_heads), cuuint32_t(rows)}, steps[3] = {1, 1, 1};
     constexpr CUtensorMapDataType type = std::is_same_v<std::remove_const_t<T>, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     const CUtensorMapSwizzle swizzle =
