@@ -168,9 +168,9 @@ Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p
     if (lora_options.nf4) {
         nf4 = std::make_unique<Nf4Base>(table, where);
         starts = Nf4Base::other_starts(table);
-    } else if (lora_options.on() && fp8_options.on && fp8_options.whole_weights && parts == 1) {
+    } else if (lora_options.on() && fp8_options.on) {
         fp8 = std::make_unique<Fp8Base>(table, fp8_options.skip_first, config.layers - fp8_options.skip_last,
-                                        fp8_options.keep_weights && !offload.weights, p.dtype, where);
+                                        fp8_options.keep_weights, p.dtype, where);
         starts = fp8->other_starts(table);
     }
     if (splits_groups() || streams_groups()) buffers = GroupBuffers(table, WeightGatherer::LAYER_BUFFERS, false);

@@ -12,6 +12,7 @@
 #include "runtime/device/gpu_table.h"
 #include "runtime/device/memory_plan.h"
 #include "runtime/files/log.h"
+#include "runtime/host_memory.h"
 
 using nlohmann::json;
 
@@ -184,8 +185,10 @@ void show_json(const PlanReport& r) {
     if (r.memory.limit) result["fits"] = r.fits();
     if (!r.fit.tried.empty()) {
         result["fit"] = {{"options", r.fit.tried.back().options}, {"available_bytes", r.fit.available}};
-        for (const auto& [options, reason, bytes] : r.fit.tried)
+        for (const auto& [options, reason, bytes, lacks] : r.fit.tried) {
             result["fit"]["tried"].push_back({{"options", options}, {"reason", reason}, {"total_bytes", bytes}});
+            if (!lacks.empty()) result["fit"]["tried"].back()["lacks"] = lacks;
+        }
     }
     for (const auto& [what, bytes] : r.memory.lines) result["bytes"][what] = bytes;
     for (const auto& [what, bytes] : r.memory.host_lines) result["host_bytes"][what] = bytes;
@@ -210,10 +213,11 @@ void show_plan(const PlanReport& r, const PlanOptions& o) {
         std::cout << (faster && !o.verbose ? " (--verbose lists them)\n" : "\n");
     }
     for (size_t i = tried.empty() || o.verbose ? 0 : tried.size() - 1; i < tried.size(); i++) {
-        const auto& [options, reason, bytes] = tried[i];
-        const std::string name = options.empty() ? "as given" : options;
-        std::cout << "  " << name << ": " << human_bytes(bytes) << (bytes <= r.fit.available ? ", fits" : "") << " ("
-                  << reason << ")\n";
+        const auto& [options, reason, bytes, lacks] = tried[i];
+        const std::string name = options.empty() ? "as given" : options, fits = bytes > r.fit.available ? ""
+                                                                                : lacks.empty()         ? ", fits"
+                                                                                                : ", but " + lacks;
+        std::cout << "  " << name << ": " << human_bytes(bytes) << fits << " (" << reason << ")\n";
     }
     if (!r.groups.empty()) std::cout << "parameters\n";
     for (const PlannedGroup& g : r.groups) {
@@ -256,16 +260,23 @@ void run_plan(const Args& args) {
     // Drivers report up to 2% less memory than a GPU's name says.
     const int64_t all = gpu ? int64_t(gpu->gib * 0.98 * double(1 << 30)) : device_memory_available() + in_use_before;
     const int64_t available = (o.gpu_memory ? std::min(all, o.gpu_memory) : all) - in_use_before;
-    const auto bytes = [&](const RunOptions& tried) {
+    const auto planned = [&](const RunOptions& tried) {
         PlanOptions other = o;
         static_cast<RunOptions&>(other) = tried;
-        return plan_run(other, source.config, target).memory.total;
+        return plan_run(other, source.config, target);
+    };
+    const auto bytes = [&](const RunOptions& tried) { return planned(tried).memory.total; };
+    // As if all ranks that the GPUs here can take were on this host. That of a GPU elsewhere may have any memory.
+    const std::vector<RankHost> hosts(gpu ? 0 : size_t(std::min<int64_t>(o.world, device_count())), this_host());
+    const auto lacks_host = [&](const RunOptions& tried) {
+        const PlannedRun run = planned(tried);  // training needs no copy of its state for checkpoints
+        return lacks_host_memory(hosts, memory_plan(run.model, *run.acts, gradient_options(tried)));
     };
     choose_fp8_weights(o, available, bytes);
     if (o.fit) {
         require(available > 0, "--fit: ", human_bytes(o.gpu_memory), " of --gpu-memory are less than the ",
                 human_bytes(in_use_before), " that are in use before a run; raise --gpu-memory");
-        fitted = find_fit(o, source.config.layers, o.world, target, available, bytes);
+        fitted = find_fit(o, source.config.layers, o.world, target, available, bytes, lacks_host);
         require(fitted.found(), "--fit: nothing fits into ", human_bytes(available), "; ", fitted.remedy());
     }
     const PlannedRun run = plan_run(o, source.config, target);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "model.h"
 #include "runtime/error.h"
 #include "runtime/files/log.h"
 
@@ -46,11 +47,6 @@ constexpr FitStep FIT_STEPS[] = {
     {Recompute::Block, 3, THIRD, true},
 };
 
-// Whether --offload (a list) names this.
-bool offloads(const RunOptions& o, const char* what) {
-    return o.offload.find(what) != std::string::npos;
-}
-
 struct Applied {
     RunOptions options;
     std::string changes;  // as they are written
@@ -61,11 +57,17 @@ struct Applied {
 std::optional<Applied> apply(const FitStep& step, int64_t layers, int64_t world, const Target& target,
                              Applied applied) {
     RunOptions& o = applied.options;
-    if (step.recompute < o.recompute || (step.state > 1 && (offloads(o, "master") || o.lora.on()))) return {};
-    for (const auto& [asked, what] : {std::pair(step.offload_inputs, "activations"), {step.offload_weights, "weights"}})
-        if (asked && (offloads(o, what) || target.device == Device::CPU)) return {};
+    const Offload offloaded = offload_options(o.offload);
+    const struct {
+        bool asked, given;
+        const char* name;
+    } offloads[] = {{step.offload_inputs, offloaded.activations, "activations"},
+                    {step.offload_weights, offloaded.weights, "weights"}};
+    if (step.recompute < o.recompute || (step.state > 1 && (offloaded.master || o.lora.on()))) return {};
+    for (const auto& part : offloads)
+        if (part.asked && (part.given || target.device == Device::CPU)) return {};
     if (step.offload_weights && (!o.lora.on() || o.rollout.on())) return {};
-    if ((step.offload_weights || offloads(o, "weights")) && o.sharding.zero_stage > 2) return {};
+    if ((step.offload_weights || offloaded.weights) && o.sharding.zero_stage > 2) return {};
     const bool given[] = {o.optimizer_dtype == "bf16", !o.master_weights || o.model.type() == DType::F32,
                           o.grad_dtype == "bf16"};
     if (step.state > 0 && given[step.state - 1]) return {};  // the step before it is the same
@@ -80,8 +82,8 @@ std::optional<Applied> apply(const FitStep& step, int64_t layers, int64_t world,
         o.grad_rounding = "nearest";  // faster, and less memory
         applied.changes += " --grad-rounding nearest";
     }
-    for (const auto& [asked, what] : {std::pair(step.offload_inputs, "activations"), {step.offload_weights, "weights"}})
-        if (asked) o.offload = o.offload == "none" ? what : o.offload + "," + what;
+    for (const auto& part : offloads)
+        if (part.asked) o.offload = o.offload == "none" ? part.name : o.offload + "," + part.name;
     if (step.offload_inputs || step.offload_weights) applied.changes += " --offload " + o.offload;
     if (step.state > 0) o.optimizer_dtype = "bf16";
     if (step.state > 1) o.master_weights = false;
@@ -104,16 +106,19 @@ std::vector<int64_t> divisors(int64_t n) {
 }  // namespace
 
 FitReport find_fit(RunOptions& o, int64_t layers, int64_t world, const Target& target, int64_t available,
-                   const std::function<int64_t(const RunOptions&)>& bytes) {
+                   const std::function<int64_t(const RunOptions&)>& bytes,
+                   const std::function<std::string(const RunOptions&)>& lacks_host) {
     FitReport report{{}, available};
-    const auto needed = [&](RunOptions tried) {
+    const auto whole = [&](RunOptions tried) {
         choose_fp8_weights(tried, available, bytes);
-        return bytes(tried);
+        return tried;
     };
     const int64_t last_stage = world == 1 ? o.sharding.zero_stage : 3;
     const auto try_out = [&](const FitStep& step, const Applied& tried) {
-        report.tried.push_back(
-            {tried.changes.empty() ? "" : tried.changes.substr(1), step.reason, needed(tried.options)});
+        const RunOptions options = whole(tried.options);
+        const int64_t needed = bytes(options);
+        report.tried.push_back({tried.changes.empty() ? "" : tried.changes.substr(1), step.reason, needed,
+                                lacks_host && needed <= available ? lacks_host(options) : ""});
         return report.found();
     };
     // Tries a step with one batch size and one stage; true: it fits, and the options are changed.
@@ -130,7 +135,7 @@ FitReport find_fit(RunOptions& o, int64_t layers, int64_t world, const Target& t
             int64_t fewest = layers;
             for (int64_t low = 1; low < fewest;) {
                 const int64_t middle = (low + fewest) / 2;
-                if (needed(apply(step, middle, world, target, sizes)->options) <= available)
+                if (bytes(whole(apply(step, middle, world, target, sizes)->options)) <= available)
                     fewest = middle;
                 else
                     low = middle + 1;
@@ -143,8 +148,7 @@ FitReport find_fit(RunOptions& o, int64_t layers, int64_t world, const Target& t
                 try_out(some, *tried);
             }
         }
-        o = tried->options;
-        choose_fp8_weights(o, available, bytes);
+        o = whole(tried->options);
         return true;
     };
     for (const bool offload_weights : {false, true})
@@ -165,8 +169,13 @@ void choose_fp8_weights(RunOptions& o, int64_t available, const std::function<in
 }
 
 std::string FitReport::remedy() const {
+    const auto on_host = std::find_if(tried.begin(), tried.end(), [](const Try& t) { return !t.lacks.empty(); });
     const Try& least =
         *std::min_element(tried.begin(), tried.end(), [](const Try& a, const Try& b) { return a.bytes < b.bytes; });
-    return str("the least is ", human_bytes(least.bytes), least.options.empty() ? "" : ", with ", least.options,
-               "; lower --seq-len, use a smaller model, or more processes with --zero-stage");
+    const std::string nearest =
+        on_host == tried.end()
+            ? str("the least is ", human_bytes(least.bytes), least.options.empty() ? "" : ", with ", least.options)
+            : str("with ", on_host->options.empty() ? "the options as given" : on_host->options, " ", on_host->lacks,
+                  "; free memory of the host");
+    return nearest + "; lower --seq-len, use a smaller model, or more processes with --zero-stage";
 }

@@ -20,7 +20,7 @@ Fp8Base::Fp8Base(const ParamTable& table, int64_t first, int64_t end, bool both_
         if (!quantises(p)) continue;
         Fp8Weight& weight = matrices[p.index];
         memory.add(weight.rows, p.layer, DType::U8, {p.rows, p.cols});
-        if (both_orientations) memory.add(weight.columns, p.layer, DType::U8, {p.cols, p.rows});
+        if (both_orientations && memory.in_place()) memory.add(weight.columns, p.layer, DType::U8, {p.cols, p.rows});
         memory.add(weight.scale, p.layer, DType::F32, {FP8_SCALE_FLOATS});
     }
     memory.assign_offsets();
@@ -43,9 +43,10 @@ void Fp8Base::store(const Param& p, const float* values) const {
     const Fp8Weight& to = matrices.at(p.index);
     std::vector<uint8_t> codes(size_t(p.numel()));
     float scale[FP8_SCALE_FLOATS];
+    const auto [first, end] = memory.own(p.layer, to.rows);
     const float amax =
         fp8_quantise_on_host(host_tensor(codes.data(), {p.rows, p.cols}), host_tensor(scale, {FP8_SCALE_FLOATS}),
-                             host_tensor(values, {p.rows, p.cols}), rounded_to);
+                             host_tensor(values, {p.rows, p.cols}), rounded_to, first, end);
     require(std::isfinite(amax), "--matmul-dtype fp8: ", p.name, " has weights that are not finite in ",
             dtype_name(rounded_to), "; check the model's files");
     memory.store(p.layer, to.rows, codes.data());

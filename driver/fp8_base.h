@@ -25,8 +25,8 @@ struct Fp8Weight {
 
 class Fp8Base {
   public:
-    // The linear layers of layers first <= l < end. dtype: that the weights are rounded to first. Both orientations
-    // only where the memory is in place.
+    // The linear layers of layers first <= l < end. dtype: that the weights are rounded to first. Where the memory is
+    // not in place, layers come to their uses in one orientation.
     Fp8Base(const ParamTable& table, int64_t first, int64_t end, bool both_orientations, DType dtype,
             const FrozenMemory::Kept& kept = {});
     bool quantises(const Param& p) const;

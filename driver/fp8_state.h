@@ -9,9 +9,9 @@
 //             of the step so far.
 //   current   from the amax of the tensor itself, which a pass before the quantisation computes.
 //
-// Frozen weights beside adapters are in driver/fp8_base.h (in ZeRO stage 3 they are scaled and quantised here). Trained
-// weights are scaled by their own amax: after each update, or in ZeRO stage 3 when a forward pass has gathered them.
-// They are quantised after each update and kept, in both orientations (2 bytes a weight), or quantised at each use.
+// Frozen weights beside adapters are in driver/fp8_base.h. Trained weights are scaled by their own amax: after each
+// update, or in ZeRO stage 3 when a forward pass has gathered them. They are quantised after each update and kept, in
+// both orientations (2 bytes a weight), or quantised at each use.
 #pragma once
 
 #include <vector>

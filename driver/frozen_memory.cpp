@@ -59,13 +59,21 @@ void FrozenMemory::allocate(const char* what) {
     }
 }
 
+// Where a tensor of a layer begins in the part that this rank keeps; negative: in an earlier part.
+int64_t FrozenMemory::offset(int64_t layer, const Tensor& t) const {
+    return bytes_of(t) - bytes_of(whole_of(layer)) - kept.part * kept_of(layer).bytes();
+}
+
+std::pair<int64_t, int64_t> FrozenMemory::own(int64_t layer, const Tensor& t) const {
+    const int64_t at = offset(layer, t);
+    return {std::clamp<int64_t>(-at, 0, t.bytes()), std::clamp<int64_t>(kept_of(layer).bytes() - at, 0, t.bytes())};
+}
+
 void FrozenMemory::store(int64_t layer, const Tensor& t, const void* values) const {
-    const Tensor own = kept_of(layer);
-    const int64_t at = bytes_of(t) - bytes_of(whole_of(layer)), begin = kept.part * own.bytes(),
-                  low = std::max(at, begin), high = std::min(at + t.bytes(), begin + own.bytes());
-    if (low < high)
-        copy_to_device(bytes_of(own) + (low - begin), static_cast<const char*>(values) + (low - at), size_t(high - low),
-                       Stream{});
+    const auto [begin, end] = own(layer, t);
+    if (begin < end)
+        copy_to_device(bytes_of(kept_of(layer)) + offset(layer, t) + begin, static_cast<const char*>(values) + begin,
+                       size_t(end - begin), Stream{});
 }
 
 std::vector<KeptGroup> FrozenMemory::groups(int num_groups) const {

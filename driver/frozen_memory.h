@@ -26,17 +26,20 @@ class FrozenMemory {
     void assign_offsets();  // after the last one
 
     MemoryPlace place() const { return kept.place; }
+    bool in_place() const { return kept.place == MemoryPlace::Device && kept.parts == 1; }
     int64_t bytes() const;         // that this rank keeps
     int64_t buffer_bytes() const;  // 0: the weights are in place
     void allocate(const char* what);
-    // Writes values of the host to where the layer of t is kept, or those of them that this rank keeps.
+    // The bytes of t, which is in a layer, that this rank keeps: from the first to before the second.
+    std::pair<int64_t, int64_t> own(int64_t layer, const Tensor& t) const;
+    // Writes those of them that this rank keeps from values of the host to where it keeps them.
     void store(int64_t layer, const Tensor& t, const void* values) const;
     // For the gatherer, by the groups of the parameter table: layer l is group 1 + l.
     std::vector<KeptGroup> groups(int num_groups) const;
 
   private:
-    bool in_place() const { return kept.place == MemoryPlace::Device && kept.parts == 1; }
     int64_t layer_bytes(int64_t layer) const;
+    int64_t offset(int64_t layer, const Tensor& t) const;
     Tensor kept_of(int64_t layer) const;   // bytes
     Tensor whole_of(int64_t layer) const;  // in its buffer, or in place
 

@@ -43,9 +43,9 @@ void Nf4Base::store(const Param& p, const float* values) const {
         float mean = 0;
         const Nf4Weights host = {host_tensor(codes.data(), {n / 2}), host_tensor(absmax_codes.data(), {nf4_blocks(n)}),
                                  host_tensor(group_absmax.data(), {nf4_groups(n)}), host_tensor(&mean, {1})};
-        nf4_quantise(host, host_tensor(values + part.row * p.cols, {n}));
-        amax = std::max(amax, nf4_amax(host));
         const Nf4Weights& to = part.weights;
+        const auto [first, end] = memory.own(p.layer, to.codes);  // bytes, of two weights each
+        amax = std::max(amax, nf4_quantise(host, host_tensor(values + part.row * p.cols, {n}), 2 * first, 2 * end));
         for (const auto& [tensor, from] : {std::pair(to.codes, host.codes),
                                            {to.absmax_codes, host.absmax_codes},
                                            {to.group_absmax, host.group_absmax},

@@ -22,6 +22,7 @@
 #include "runtime/device/gpu_table.h"
 #include "runtime/files/checkpoint_directory.h"
 #include "runtime/files/files.h"
+#include "runtime/host_memory.h"
 #include "runtime/model/initialise.h"
 #include "runtime/signals.h"
 
@@ -29,18 +30,24 @@ using nlohmann::ordered_json;
 
 namespace {
 
+MemoryPlan plan_with(const RunOptions& tried, const ModelConfig& config, const Context& ctx) {
+    const Model model = model_of(tried, config, ctx.rank, ctx.world);
+    return memory_plan(model, Activations(config, run_shape(tried, model)), gradient_options(tried));
+}
+
 // The bytes that a run of a model needs with other options.
 std::function<int64_t(const RunOptions&)> planned_bytes_of(const ModelConfig& config, const Context& ctx) {
-    return [&](const RunOptions& tried) {
-        const Model model = model_of(tried, config, ctx.rank, ctx.world);
-        const Activations acts(config, run_shape(tried, model));
-        return memory_plan(model, acts, gradient_options(tried)).total;
-    };
+    return [&](const RunOptions& tried) { return plan_with(tried, config, ctx).total; };
 }
 
 // Changes the options to the first with which the run fits, if there are any.
-FitReport search(RunOptions& options, const ModelConfig& config, const Context& ctx, int64_t available) {
-    return find_fit(options, config.layers, ctx.world, this_target(), available, planned_bytes_of(config, ctx));
+FitReport search(RunOptions& options, const ModelConfig& config, const Context& ctx, int64_t available,
+                 const std::vector<RankHost>& hosts) {
+    const auto lacks_host = [&](const RunOptions& tried) {
+        return lacks_host_memory(hosts, plan_with(tried, config, ctx));
+    };
+    return find_fit(options, config.layers, ctx.world, this_target(), available, planned_bytes_of(config, ctx),
+                    lacks_host);
 }
 
 // The bytes that a run may take of every rank's device.
@@ -62,9 +69,10 @@ TrainSetup with_chosen_options(TrainSetup setup, const Context& ctx) {
 }
 
 // Advice for a run that does not fit: options with which it does.
-std::string what_fits(const TrainOptions& o, const ModelConfig& config, const Context& ctx, int64_t available) {
+std::string what_fits(const TrainOptions& o, const ModelConfig& config, const Context& ctx, int64_t available,
+                      const std::vector<RankHost>& hosts) {
     RunOptions fitting = o;
-    const FitReport fit = search(fitting, config, ctx, available);
+    const FitReport fit = search(fitting, config, ctx, available, hosts);
     if (!fit.found()) return fit.remedy();
     const std::string same_step =
         fitting.batch_size < o.batch_size ? str(" --total-batch-tokens ", o.total_batch_tokens) : "";
@@ -87,7 +95,7 @@ std::string fp8_warning(const ModelConfig& c) {
 std::string fit_run(TrainSetup& setup, const Context& ctx) {
     const int64_t available = available_on_all(setup.o, ctx);
     RunOptions options = setup.o;
-    const FitReport fit = search(options, setup.source.config, ctx, available);
+    const FitReport fit = search(options, setup.source.config, ctx, available, hosts_of_ranks(ctx));
     require(fit.found(), "--fit: nothing fits into ", human_bytes(available), "; ", fit.remedy());
     setup.set_memory_options(options, ctx.world);
     const FitReport::Try& found = fit.tried.back();
@@ -99,15 +107,14 @@ std::string fit_run(TrainSetup& setup, const Context& ctx) {
 MemoryPlan Trainer::checked_memory_plan(const GradientOptions& gradients) const {
     MemoryPlan plan = memory_plan(model, acts, gradients);
     plan.limit = options.gpu_memory;
-    plan.check([&](int64_t available) { return what_fits(options, model.config, ctx, available); });
-    if (!plan.host_lines.empty()) {
-        const std::string missing = checkpoints.lacks_memory(plan.host_total());
-        require(missing.empty(), "--offload ", options.offload, ": ", missing, "; offload less, ",
-                !model.offload.weights ? "use --optimizer-dtype bf16, "
-                : model.nf4            ? ""
-                                       : "add --qlora, ",
-                "or free memory of the host");
-    }
+    const std::vector<RankHost> hosts = hosts_of_ranks(ctx);
+    plan.check([&](int64_t available) { return what_fits(options, model.config, ctx, available, hosts); });
+    const std::string missing = lacks_host_memory(hosts, plan);
+    require(missing.empty(), "--offload ", options.offload, ": ", missing, "; offload less, ",
+            !model.offload.weights ? "use --optimizer-dtype bf16, "
+            : model.nf4            ? ""
+                                   : "add --qlora, ",
+            "or free memory of the host");
     return plan;
 }
 

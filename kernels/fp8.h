@@ -51,8 +51,10 @@ void fp8_transpose(Tensor columns, Tensor rows, Stream stream);
 // Quantises a weight to E4M3, in host memory on every backend: frozen weights are quantised once, when they are read.
 // On all threads. y = inp [N, C] fp32, rounded to dtype: the codes and the scale (fp8_set_scale with margin 0) are
 // those that fp8_quantise() gives a weight that is stored in it. rows [N, C], scale [FP8_SCALE_FLOATS]. Returns the
-// largest magnitude, ∞ if a weight is not finite.
-float fp8_quantise_on_host(Tensor rows, Tensor scale, Tensor inp, DType dtype);
+// largest magnitude, ∞ if a weight is not finite. Of the codes only those of weights first ≤ n·C + c < end are written,
+// for a rank that keeps no others.
+float fp8_quantise_on_host(Tensor rows, Tensor scale, Tensor inp, DType dtype, int64_t first = 0,
+                           int64_t end = INT64_MAX);
 
 // Sets record.scale to the largest power of two for which amax·scale ≤ fp8_max·2⁻ᵐᵃʳᵍⁱⁿ; to 1 if amax is 0 or not
 // finite (fp8_scale_exponent()).

@@ -1,10 +1,11 @@
 // Quantisation to fp8 on the host, for both backends.
+#include <algorithm>
 #include <cmath>
 
 #include "kernels/fp8_check.h"
 #include "runtime/device/convert_dtype.h"
 
-float fp8_quantise_on_host(Tensor rows, Tensor scale, Tensor inp, DType dtype) {
+float fp8_quantise_on_host(Tensor rows, Tensor scale, Tensor inp, DType dtype, int64_t first, int64_t end) {
     const char* op = "fp8_quantise_on_host";
     check_matrix(op, "inp", inp);
     check_matrix(op, "rows", rows, inp.shape[0], inp.shape[1], Given::Required, DType::U8);
@@ -30,6 +31,7 @@ float fp8_quantise_on_host(Tensor rows, Tensor scale, Tensor inp, DType dtype) {
     uint8_t* const codes = rows.as<uint8_t>();
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < N; n++)
-        for (int64_t c = 0; c < C; c++) codes[n * row_bytes + c] = fp8_encode(stored(n, c) * factor, Fp8Format::E4M3);
+        for (int64_t c = std::max<int64_t>(first - n * C, 0); c < std::min(end - n * C, C); c++)
+            codes[n * row_bytes + c] = fp8_encode(stored(n, c) * factor, Fp8Format::E4M3);
     return amax;
 }

@@ -46,11 +46,9 @@ constexpr int64_t nf4_groups(int64_t n) {
 }
 
 // Quantises inp [n] fp32. All tensors are in host memory, on every backend: weights are quantised once, when they are
-// read. On all threads.
-void nf4_quantise(const Nf4Weights& out, Tensor inp);
-
-// The largest magnitude of the dequantised weights, in host memory on every backend.
-float nf4_amax(const Nf4Weights& weights);
+// read. On all threads. Returns the largest magnitude of the dequantised weights. Of the codes only those of the blocks
+// that begin at a weight first ≤ i < end are written, for a rank that keeps no others.
+float nf4_quantise(const Nf4Weights& out, Tensor inp, int64_t first = 0, int64_t end = INT64_MAX);
 
 // The weights as E4M3 codes of w·matrix.fp8_scale (runtime/device/fp8_codes.h), for fp8 matmuls: w as nf4_dequantise()
 // gives it in fp32, in no other dtype between. Uses the beginning of out (U8, rows·cols or more) and returns it as

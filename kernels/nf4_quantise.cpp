@@ -58,21 +58,28 @@ void encode(const Values& values, const float* x, int64_t n, float absmax, Store
 
 }  // namespace
 
-void nf4_quantise(const Nf4Weights& out, Tensor inp) {
+float nf4_quantise(const Nf4Weights& out, Tensor inp, int64_t first, int64_t end) {
     const char* op = "nf4_quantise";
     check_tensor(op, "inp", inp, DType::F32, {inp.numel()});
     const int64_t n = inp.numel(), blocks = nf4_blocks(n);
     check_nf4(op, out, n);
-    if (n == 0) return;
+    if (n == 0) return 0;
     const float* x = inp.as<float>();
     uint8_t *codes = out.codes.as<uint8_t>(), *absmax_codes = out.absmax_codes.as<uint8_t>();
-    std::vector<float> absmax(static_cast<size_t>(blocks));
+    std::vector<float> absmax(static_cast<size_t>(blocks)), top(absmax.size());  // top: the largest |NF4_VALUES[code]|
 #pragma omp parallel for schedule(static)
     for (int64_t b = 0; b < blocks; b++) {
+        const float* const block = x + b * NF4_BLOCK;
         float& largest = absmax[size_t(b)];
-        largest = absmax_of(x + b * NF4_BLOCK, NF4_BLOCK);
+        largest = absmax_of(block, NF4_BLOCK);
+        // Values rise with codes, so the code of the largest magnitude is that of the least or the greatest weight.
+        const auto [least, greatest] = std::minmax_element(block, block + NF4_BLOCK);
+        const float ends[] = {*least, *greatest};
+        encode(NF4_VALUES, ends, 2, largest,
+               [&](int64_t, uint8_t code) { top[size_t(b)] = std::max(top[size_t(b)], std::fabs(NF4_VALUES[code])); });
+        if (b * NF4_BLOCK < first || b * NF4_BLOCK >= end) continue;
         uint8_t* to = codes + b * NF4_BLOCK / 2;
-        encode(NF4_VALUES, x + b * NF4_BLOCK, NF4_BLOCK, largest,
+        encode(NF4_VALUES, block, NF4_BLOCK, largest,
                [&](int64_t i, uint8_t code) { to[i / 2] = i % 2 ? uint8_t(to[i / 2] | code) : uint8_t(code << 4); });
     }
     double sum = 0;
@@ -81,30 +88,17 @@ void nf4_quantise(const Nf4Weights& out, Tensor inp) {
     const float mean = float(sum / double(blocks));
     for (float& a : absmax) a -= mean;
     const std::array<float, 256> values = nf4_absmax_values();
+    float amax = 0;
     for (int64_t begin = 0; begin < blocks; begin += NF4_GROUP) {
         const int64_t count = std::min(NF4_GROUP, blocks - begin);
         float& largest = out.group_absmax.as<float>()[begin / NF4_GROUP];
         largest = absmax_of(&absmax[size_t(begin)], count);
-        encode(values, &absmax[size_t(begin)], count, largest,
-               [&](int64_t i, uint8_t code) { absmax_codes[begin + i] = code; });
+        encode(values, &absmax[size_t(begin)], count, largest, [&](int64_t i, uint8_t code) {
+            absmax_codes[begin + i] = code;
+            amax = std::max(amax, std::fabs(top[size_t(begin + i)] * nf4_absmax(values[code], largest, mean)));
+        });
     }
     *out.mean.as<float>() = mean;
-}
-
-float nf4_amax(const Nf4Weights& weights) {
-    const int64_t n = 2 * weights.codes.numel();
-    check_nf4("nf4_amax", weights, n);
-    const std::array<float, 256> values = nf4_absmax_values();
-    const uint8_t *codes = weights.codes.as<uint8_t>(), *absmax_codes = weights.absmax_codes.as<uint8_t>();
-    const float *group_absmax = weights.group_absmax.as<float>(), mean = *weights.mean.as<float>();
-    float amax = 0;
-#pragma omp parallel for schedule(static) reduction(max : amax)
-    for (int64_t b = 0; b < nf4_blocks(n); b++) {
-        const float absmax = nf4_absmax(values[absmax_codes[b]], group_absmax[b / NF4_GROUP], mean);
-        for (int64_t i = b * NF4_BLOCK / 2; i < (b + 1) * NF4_BLOCK / 2; i++)
-            for (const int code : {codes[i] >> 4, codes[i] & 15})
-                amax = std::max(amax, std::fabs(NF4_VALUES[code] * absmax));
-    }
     return amax;
 }
 

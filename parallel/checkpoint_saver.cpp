@@ -1,7 +1,5 @@
 #include "parallel/checkpoint_saver.h"
 
-#include <unistd.h>
-
 #include <chrono>
 #include <cstdio>
 #include <iostream>
@@ -11,8 +9,8 @@
 
 #include "runtime/files/files.h"
 #include "runtime/files/log.h"
+#include "runtime/host_memory.h"
 #include "runtime/limits.h"
-#include "runtime/rng.h"
 
 Ranks ranks_of(const Context& ctx) {
     return {ctx.rank, ctx.world,
@@ -51,22 +49,7 @@ std::string CheckpointSaver::path() const {
 }
 
 std::string CheckpointSaver::lacks_memory(int64_t bytes) const {
-    char host[256] = {};
-    ::gethostname(host, sizeof host - 1);
-    struct Need {
-        uint64_t host;
-        int64_t bytes, available;
-    };
-    const std::vector<Need> ranks = ctx.comm->all_gather_host(Need{name_hash(host), bytes, host_memory_available()});
-    for (const Need& rank : ranks) {
-        int64_t needed = 0;
-        for (const Need& other : ranks)
-            if (other.host == rank.host) needed += other.bytes;
-        if (needed > rank.available)
-            return str(human_bytes(needed), " of host memory would be needed and ", human_bytes(rank.available),
-                       " are free");
-    }
-    return "";
+    return lacks_host_memory(hosts_of_ranks(ctx), ctx.comm->all_gather_host(bytes));
 }
 
 void CheckpointSaver::start_allocation(Snapshot wanted) {

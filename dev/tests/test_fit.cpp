@@ -5,6 +5,8 @@
 #include <set>
 
 #include "driver/fit.h"
+#include "model.h"
+#include "runtime/host_memory.h"
 
 namespace {
 
@@ -136,6 +138,45 @@ TEST(Fit, OffloadsFrozenWeightsLast) {
         if (whole.lora.on()) whole.rollout.prompts = 1;  // rollouts read whole weights
         EXPECT_FALSE(find_fit(whole, 4, 1, gpu_target(), 559, bytes).found());
     }
+}
+
+// What fits the GPU is left out where hosts have no memory for what it offloads. If they have for nothing, the error is
+// about them.
+TEST(Fit, AsksWhetherHostsHaveMemory) {
+    RunOptions adapters = bf16_run();
+    adapters.lora.rank = 8;
+    const auto bytes = [](const RunOptions& o) { return 1000 + 10 * o.batch_size - 500 * (o.offload != "none"); };
+    const auto lacks_inputs = [](const RunOptions& o) {
+        return std::string(offload_options(o.offload).activations && o.batch_size > 2 ? "too little" : "");
+    };
+    RunOptions o = adapters;
+    const FitReport fit = find_fit(o, 4, 1, gpu_target(), 560, bytes, lacks_inputs);
+    ASSERT_TRUE(fit.found());
+    EXPECT_EQ(fit.tried.back().options, "--batch-size 2 --recompute block:1 --offload activations");
+    for (const FitReport::Try& t : fit.tried)
+        EXPECT_EQ(t.lacks.empty(), t.bytes > 560 || &t == &fit.tried.back()) << t.options;
+    o = adapters;
+    const FitReport none = find_fit(o, 4, 1, gpu_target(), 560, bytes, [](const RunOptions&) { return "too little"; });
+    EXPECT_FALSE(none.found());
+    EXPECT_EQ(o.offload, "none");
+    EXPECT_EQ(none.remedy().find("with --recompute block --offload activations too little; free memory of the host; "),
+              0U)
+        << none.remedy();
+}
+
+TEST(Fit, RanksOfOneHostShareItsMemory) {
+    const std::vector<RankHost> ranks = {{1, 100}, {2, 50}, {1, 90}};
+    EXPECT_EQ(lacks_host_memory(ranks, std::vector<int64_t>{40, 50, 50}), "");
+    const std::string missing = lacks_host_memory(ranks, std::vector<int64_t>{41, 50, 50});
+    EXPECT_NE(missing.find("91 B of host memory would be needed and 90 B are free"), std::string::npos) << missing;
+    EXPECT_NE(lacks_host_memory(ranks, std::vector<int64_t>{0, 51, 0}), "");
+    MemoryPlan plan;
+    plan.device = Device::CUDA;
+    plan.add("weights", 1000);
+    EXPECT_EQ(lacks_host_memory(ranks, plan), "");
+    plan.add("block inputs", 46, MemoryPlace::Host);
+    EXPECT_NE(lacks_host_memory(ranks, plan), "");
+    EXPECT_EQ(lacks_host_memory({ranks[0], ranks[1]}, plan), "");
 }
 
 TEST(Fit, LeavesOutWhatHasNoEffect) {

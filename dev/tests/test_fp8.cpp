@@ -406,6 +406,14 @@ TEST(Fp8, WeightsAreQuantisedOnTheHost) {
         EXPECT_EQ(double(amax), q.amax.fetch()[0]);
         EXPECT_EQ(std::vector<double>(scale, scale + FP8_SCALE_FLOATS), q.scale.fetch());
         EXPECT_EQ(codes, q.rows());
+        // A rank that keeps a range of the codes writes no others.
+        const size_t first = w.size() / 3, end = w.size() - 5;
+        std::vector<uint8_t> some(w.size(), 0xA5), expected = some;
+        std::copy(codes.begin() + int64_t(first), codes.begin() + int64_t(end), expected.begin() + int64_t(first));
+        EXPECT_EQ(fp8_quantise_on_host(host_tensor(some.data(), {N, C}), host_scale, host_tensor(w.data(), {N, C}), T,
+                                       int64_t(first), int64_t(end)),
+                  amax);
+        EXPECT_EQ(some, expected);
         const TestArray turned = TestArray::scratch(N * C);
         fp8_transpose(matrix(turned, C, N), q.out.rows, Stream{});
         EXPECT_EQ(fetch_codes(turned), fetch_codes(q.column_codes));

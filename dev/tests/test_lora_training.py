@@ -325,38 +325,70 @@ class LoraTraining(CommandsTest):
             self.assertAlmostEqual(host["bytes"]["gathered weights"] / (2 * layer * bytes_a_weight + 2 * table * groups), 1,
                                    delta=1e-3)
             self.assertEqual(host["total_bytes"], place["total_bytes"] - place["bytes"][line] + host["bytes"]["gathered weights"])
-        four = ("--qlora", "--world", 4, "--zero-stage")
-        whole, split = (plan(*four, stage) for stage in (2, 3))
-        self.assertEqual(split["total_bytes_by_zero_stage"][2:], [whole["total_bytes"], split["total_bytes"]])
-        self.assertEqual(split["bytes"]["weights"], whole["bytes"]["weights"])  # embedding and head
-        for line, times in (("NF4 weights", 4), ("gathered weights", 40)):  # parts end at multiples of 256 bytes
-            self.assertAlmostEqual(times * split["bytes"][line] / whole["bytes"]["NF4 weights"], 1, delta=1e-5)
-        self.assertEqual(len(plan(*four, 2, "--offload", "weights")["total_bytes_by_zero_stage"]), 3)
+        fp8 = ("--matmul-dtype", "fp8", "--fp8-weights", "use")
+        for codes, line in ((("--qlora",), "NF4 weights"), (fp8, "fp8 weights")):
+            four = (*codes, "--world", 4, "--zero-stage")
+            whole, split = (plan(*four, stage) for stage in (2, 3))
+            self.assertEqual(split["total_bytes_by_zero_stage"][2:], [whole["total_bytes"], split["total_bytes"]])
+            self.assertEqual(split["bytes"]["weights"], whole["bytes"]["weights"])  # embedding and head
+            for part, times in ((line, 4), ("gathered weights", 40)):  # parts end at multiples of 256 bytes
+                self.assertAlmostEqual(times * split["bytes"][part] / whole["bytes"][line], 1, delta=1e-5)
+            self.assertEqual(len(plan(*four, 2, "--offload", "weights")["total_bytes_by_zero_stage"]), 3)
+        for orientations in ("auto", "kept"):  # a layer is gathered in one
+            self.assertEqual(plan(*fp8[:3], orientations, *four[4:], 3)["bytes"], split["bytes"])
         fits = plan("--fit", "--gpu-memory", "40GiB")["fit"]
         self.assertRegex(fits["options"], "--offload .*weights$")
         self.assertEqual([t["options"] for t in fits["tried"] if "--offload weights" in t["options"]][0], "--offload weights")
 
-    @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
-    def test_qlora_ranks(self):
-        """Codes that the ranks divide (--zero-stage 3) have the bits of codes that each has (2), and resume on one rank."""
-        base = self.path("base")
-        make_base(base, "llama", C=64, FFN=128, LAYERS=5)
-        total = ("--total-batch-tokens", 2 * BATCH * SEQ_LEN, "--schedule", "constant")
-        for name, fp8 in (("", ()), ("fp8", FP8))[:1 + self.fp8_works()]:
-            for stage in (2, 3):
-                done = several_ranks.run(2, *self.options(f"stage{stage}{name}", "--qlora", *total, *fp8, "--steps", 3, "--zero-stage",
-                                                          stage, base=base))
-                self.assertEqual(done.returncode, 0, done.stderr)
-            split, whole = self.path("stage3" + name), self.path("stage2" + name)
-            np.testing.assert_array_equal(losses(split), losses(whole))
-            self.same_state(split, whole)
-        alone = self.train("one", *total, "--qlora", base=base)
-        split = self.path("stage3")
-        self.resume("stage3", "--steps", 5, "--zero-stage", 0)
-        done = several_ranks.run(2, "--resume", "--out", split, "--steps", 6, "--zero-stage", 3)
+    def on_two_ranks(self, *args):
+        done = several_ranks.run(2, *args)
         self.assertEqual(done.returncode, 0, done.stderr)
-        np.testing.assert_allclose(losses(split), losses(alone), rtol=0, atol=2e-6)
-        self.assertLessEqual(distance(tensors_of(newest(split)), tensors_of(newest(alone))), 1e-4)
+
+    def expect_same_run(self, a, b):
+        for key in ("loss", "val_loss"):
+            np.testing.assert_array_equal(*([line[key] for line in log(out) if key in line] for out in (a, b)))
+        self.same_state(a, b)
+
+    @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
+    def test_ranks_divide_codes(self):
+        """Codes of NF4 and fp8 that the ranks divide (--zero-stage 3) have the bits of codes that each has (2), from the start
+        and resumed on one rank and on two; a base that has changed is refused."""
+        base = self.path("base")
+        make_base(base, "llama", C=64, FFN=512, LAYERS=5)
+        total = ("--total-batch-tokens", 2 * BATCH * SEQ_LEN, "--schedule", "constant")
+        cases = {"nf4": ("--qlora",)}
+        if self.fp8_works():
+            cases.update(nf4_fp8=("--qlora", *FP8), fp8=FP8, skip=(*FP8, "--fp8-skip-first", 1, "--recompute", "block"))
+        if sanitized():
+            cases.pop("skip", None)
+        for name, args in cases.items():
+            with self.subTest(name):
+                for stage in (2, 3):
+                    self.on_two_ranks(*self.options(f"{name}{stage}", *total, *args, "--steps", 3, "--zero-stage", stage, base=base))
+                whole, split = self.path(name + "2"), self.path(name + "3")
+                self.expect_same_run(split, whole)
+                self.assertLess(*(log(out)[0]["memory"] for out in (split, whole)))
+                scales = [read_json(newest(out), "trainer.json").get("fp8", {}).get("base_scales") for out in (split, whole)]
+                self.assertEqual(*scales)
+                self.assertEqual(bool(scales[0]), "fp8" in args)
+                if name not in ("nf4", "fp8"):
+                    continue
+                for out in (name + "2", name + "3"):
+                    self.resume(out, "--steps", 4, "--zero-stage", 0)
+                self.on_two_ranks("--resume", "--out", split, "--steps", 5, "--zero-stage", 2)
+                self.on_two_ranks("--resume", "--out", whole, "--steps", 5, "--zero-stage", 3)
+                self.expect_same_run(split, whole)
+        alone = self.train("one", *total, "--steps", 5, "--qlora", base=base)
+        np.testing.assert_allclose(losses(self.path("nf43")), losses(alone), rtol=0, atol=2e-6)
+        self.assertLessEqual(distance(tensors_of(newest(self.path("nf43"))), tensors_of(newest(alone))), 1e-4)
+        tensors = {name: values.copy() for name, values in
+                   read_safetensors(os.path.join(base, "model.safetensors")).items()}
+        tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = 4  # no fingerprint is taken of it
+        write_safetensors(os.path.join(base, "model.safetensors"), tensors)
+        if "fp8" in cases:
+            done = several_ranks.run(2, "--resume", "--out", self.path("fp83"), "--steps", 6, "--zero-stage", 3)
+            self.assertNotEqual(done.returncode, 0)
+            self.assertRegex(done.stderr, "fp8 scale of layers.1.fc.weight is .*the base has changed")
 
     @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
     def test_ranks(self):
@@ -510,17 +542,6 @@ class LoraTraining(CommandsTest):
             done = run("train", "--resume", "--out", self.path(run_directory), "--steps", 8)
             self.assertEqual(done.returncode, 1)  # after the plan: all weights were read
             self.assertRegex(done.stderr.splitlines()[-1], "fp8 scale of layers.1.fc.weight is .*the base has changed")
-
-    @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
-    def test_fp8_ranks(self):
-        """A base that is sharded, and quantised where it is used, gives the bits of one that is quantised once."""
-        fp8, states = self.fp8(), []
-        for stage in (0, 3):
-            done = several_ranks.run(2, *self.options(f"stage{stage}", "--steps", 3, "--zero-stage", stage, *fp8))
-            self.assertEqual(done.returncode, 0, done.stderr)
-            states.append(self.path(f"stage{stage}"))
-        np.testing.assert_array_equal(losses(states[1]), losses(states[0]))
-        self.same_state(states[1], states[0])
 
     def test_fp8_plan(self):
         """Both orientations of a frozen base where they fit, else one; none in bf16."""

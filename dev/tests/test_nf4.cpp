@@ -27,11 +27,12 @@ struct HostNf4 {
     std::vector<uint8_t> codes, absmax_codes;
     std::vector<float> group_absmax;
     std::vector<float> mean = {NAN};
+    float amax = 0;
 
     explicit HostNf4(int64_t n)
         : codes(size_t(n / 2)), absmax_codes(size_t(nf4_blocks(n))), group_absmax(size_t(nf4_groups(n)), NAN) {}
     explicit HostNf4(const std::vector<float>& w) : HostNf4(int64_t(w.size())) {
-        nf4_quantise(tensors(), host_tensor(w.data(), {int64_t(w.size())}));
+        amax = nf4_quantise(tensors(), host_tensor(w.data(), {int64_t(w.size())}));
     }
     Nf4Weights tensors() {
         return {host_tensor(codes.data(), {int64_t(codes.size())}),
@@ -136,8 +137,8 @@ TEST(Nf4, BecomesFp8WithoutANumberBetween) {
             expected.insert(expected.end(), values.begin(), values.end());
             double largest = 0;
             for (const double x : values) largest = std::max(largest, std::fabs(x));
-            EXPECT_EQ(double(nf4_amax(host.tensors())), largest);
-            amax = std::max(amax, nf4_amax(host.tensors()));
+            EXPECT_EQ(double(host.amax), largest);
+            amax = std::max(amax, host.amax);
             parts.emplace_back(host);
             m.parts.push_back({row, n, parts.back()});
         }
@@ -185,6 +186,40 @@ TEST(Nf4, MovesAWeightByLittle) {
 TEST(Nf4, ZerosStayZero) {
     const std::vector<double> got = decoded(HostNf4(std::vector<float>(2 * NF4_BLOCK)));
     for (const double x : got) EXPECT_EQ(x, 0);
+}
+
+// The largest magnitude comes from the ends of each block, not from its codes. Of blocks without a weight of the first
+// or the last code, it is still that of the dequantised weights: of zeros, and of weights whose reciprocal overflows.
+TEST(Nf4, ReturnsTheLargestMagnitude) {
+    for (const auto& [low, high] :
+         {std::pair(-1.0f, 0.5f), {-0.5f, 1.0f}, {-1.0f, -0.9f}, {0.0f, 0.0f}, {-6e-39f, 5e-39f}})
+        for (const bool beside_zeros : {false, true}) {
+            std::vector<float> w(size_t((1 + beside_zeros) * NF4_BLOCK));
+            for (size_t i = 0; i < size_t(NF4_BLOCK); i++) w[i] = i % 2 ? low : high;
+            const HostNf4 host(w);
+            double largest = 0;
+            for (const double x : decoded(host)) largest = std::max(largest, std::fabs(x));
+            EXPECT_EQ(double(host.amax), largest) << low << " " << high << " " << beside_zeros;
+        }
+}
+
+// A rank that keeps a range of the codes writes no others, and has all else whole.
+TEST(Nf4, WritesTheCodesOfARangeOfBlocks) {
+    const int64_t n = 300 * NF4_BLOCK;
+    const std::vector<float> w = fixture_weights(n);
+    const HostNf4 whole(w);
+    for (const auto& [first, end] :
+         {std::pair<int64_t, int64_t>{0, 0}, {0, NF4_BLOCK}, {3 * NF4_BLOCK, 290 * NF4_BLOCK}, {n - NF4_BLOCK, n}}) {
+        HostNf4 part(n);
+        std::vector<uint8_t> expected(part.codes.size(), 0xA5);
+        part.codes = expected;
+        std::copy(whole.codes.begin() + first / 2, whole.codes.begin() + end / 2, expected.begin() + first / 2);
+        EXPECT_EQ(nf4_quantise(part.tensors(), host_tensor(w.data(), {n}), first, end), whole.amax);
+        EXPECT_EQ(part.codes, expected) << first << " to " << end;
+        EXPECT_EQ(part.absmax_codes, whole.absmax_codes);
+        EXPECT_EQ(part.group_absmax, whole.group_absmax);
+        EXPECT_EQ(part.mean, whole.mean);
+    }
 }
 
 TEST(Nf4, InvalidArgumentsAreErrors) {

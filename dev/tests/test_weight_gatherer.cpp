@@ -4,8 +4,10 @@
 
 #include <optional>
 
+#include "dev/tests/adapters.h"
 #include "dev/tests/small_table.h"
 #include "dev/tests/world.h"
+#include "driver/frozen_weights.h"
 #include "parallel/weight_gatherer.h"
 #include "runtime/device/arena.h"
 
@@ -110,6 +112,65 @@ TEST_P(KeptWeights, EachPassGathersOnce) {
 // There is no gatherer if each rank has all weights.
 TEST(WeightGatherer, FullWeightsNeedNoGatherer) {
     EXPECT_NO_THROW(GatheredGroup(nullptr, 1, 2, LaunchedWorld::context().stream));
+}
+
+std::vector<Tensor> tensors_of(const Fp8Base& base, const Param& p) {
+    return {base.find(p)->rows, base.find(p)->scale};
+}
+std::vector<Tensor> tensors_of(const Nf4Base& base, const Param& p) {
+    std::vector<Tensor> all = {base.matrix(p).fp8_scale};
+    for (const Nf4Matrix::Part& part : base.matrix(p).parts)
+        for (const Tensor& t :
+             {part.weights.codes, part.weights.absmax_codes, part.weights.group_absmax, part.weights.mean})
+            all.push_back(t);
+    return all;
+}
+
+// Each rank quantises and keeps a part of every layer; gathered they are the bytes of a base that a rank has whole.
+template <typename Base>
+void expect_whole_layers(Base& whole, Base& split, const ParamTable& table, int64_t layers) {
+    const Context& ctx = LaunchedWorld::context();
+    for (Base* const base : {&whole, &split}) {
+        base->memory.allocate("codes");
+        initialise_frozen(*base, table, 7);
+    }
+    EXPECT_EQ(split.memory.in_place(), ctx.world == 1);
+    EXPECT_LE(split.memory.bytes(),
+              whole.memory.bytes() / ctx.world + layers * ArenaPlan::ALIGNMENT);  // where a part ends
+    std::optional<WeightGatherer> gatherer;
+    if (!split.memory.in_place()) {
+        gatherer.emplace(ctx, split.memory.groups(table.num_groups()), split.memory.place());
+        gatherer->begin(ctx.stream);
+    }
+    const auto bytes = [&](const Tensor& t) {
+        std::vector<uint8_t> host(size_t(t.bytes()));
+        copy_to_host(host.data(), t.data, host.size(), ctx.stream);
+        return host;
+    };
+    for (int l = 0; l < layers; l++) {
+        const GatheredGroup use(gatherer ? &*gatherer : nullptr, 1 + l, l + 1 < layers ? 2 + l : -1, ctx.stream);
+        for (const Param& p : table.params) {
+            if (p.layer != l || !whole.quantises(p)) continue;
+            const std::vector<Tensor> expected = tensors_of(whole, p), got = tensors_of(split, p);
+            for (size_t i = 0; i < expected.size(); i++)
+                EXPECT_EQ(bytes(got[i]), bytes(expected[i])) << p.name << " " << i;
+        }
+    }
+}
+
+TEST(FrozenBase, RanksDivideItsCodes) {
+    const Context& ctx = LaunchedWorld::context();
+    ModelConfig config = qlora_config(true);
+    config.layers = 4;
+    config.set_attention("SSSS");
+    const ParamTable table = parameter_table(config, ctx.world);
+    const FrozenMemory::Kept part{MemoryPlace::Device, ctx.rank, ctx.world};
+    Nf4Base nf4(table), nf4_part(table, part);
+    expect_whole_layers(nf4, nf4_part, table, config.layers);
+    // The first layer stays in the model's dtype. The parts have one orientation, whatever is asked for.
+    Fp8Base fp8(table, 1, config.layers, false, DType::F32),
+        fp8_part(table, 1, config.layers, ctx.world > 1, DType::F32, part);
+    expect_whole_layers(fp8, fp8_part, table, config.layers);
 }
 
 }  // namespace
