@@ -106,9 +106,8 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
     require(options.top_logprobs >= 0 && options.top_logprobs <= MAX_TOP_LOGPROBS, "engine: top_logprobs is ",
             options.top_logprobs, ", expected 0 to ", MAX_TOP_LOGPROBS);
     require(
-        !options.outside_forward || (options.dtype == (backend_device() == Device::CPU ? DType::F32 : DType::BF16) &&
-                                     !config.has_linear_attention() && !dynamic_rope && !options.adapters &&
-                                     !options.top_logprobs && !options.prompt_logprobs),
+        !options.outside_forward || (options.dtype != DType::F16 && !config.has_linear_attention() && !dynamic_rope &&
+                                     !options.adapters && !options.top_logprobs && !options.prompt_logprobs),
         "engine: outside_forward with what it does not support");
     if (options.sampling_classes & sampling_class::REPEAT)
         seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((options.sampled_vocab + 31) / 32), 0));
@@ -233,6 +232,8 @@ void Engine::allocate(const InferenceWeights& model_weights, const Tensor& share
     weights = model_weights;
     forward = forward_pass;
     require(options.outside_forward == (forward != nullptr), "engine: outside_forward needs a forward pass");
+    require(!forward || options.dtype == (backend_device() == Device::CPU ? DType::F32 : DType::BF16),
+            "engine: outside_forward in ", dtype_name(options.dtype), ", which this backend does not support");
     require(options.adapters == 0 || int64_t(weights.adapters.size()) == config.layers, "engine: adapters of ",
             weights.adapters.size(), " layers, expected ", config.layers);
     const auto part = [&](int64_t begin, int64_t size) { return shared ? shared.rows(begin, begin + size) : Tensor{}; };

@@ -303,7 +303,7 @@ void matmul_batched(Tensor out, Tensor a, Tensor b, bool transpose_a, bool trans
     GemmOperands operands{out.data, a.data, b.data, beta != 0 ? add.data : nullptr};
     operands.alpha = alpha;
     operands.beta = beta;
-    run_gemm(op, {key, operands}, stream);
+    run_fastest_gemm(op, {key, operands}, stream);
 }
 
 void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream) {

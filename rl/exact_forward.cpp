@@ -1,5 +1,7 @@
 #include "rl/exact_forward.h"
 
+#include <algorithm>
+
 #include "driver/sequence_loss.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/gather_rows.h"
@@ -33,14 +35,20 @@ void ExactForward::losses(Tensor out, Tensor targets, Tensor inp, Tensor logits)
     const ModelConfig& c = model.config;
     if (inp.dtype == logits.dtype && !c.logit_softcap)  // the logits of the loss are there
         return cross_entropy_forward(out, logits, targets, c.vocab_size, {}, ctx.stream);
-    LinearCrossEntropy loss;
-    loss.losses = out;
-    loss.inp = inp;
-    loss.weight = model.weight(model.head());
-    loss.bias = model.weight(HEAD_B);
-    loss.targets = targets;
-    loss.logits = make_tensor(logits.data, inp.dtype, logits.device, {logits.shape[0], logits.shape[1]});
-    loss.V = c.vocab_size;
-    loss.softcap = c.logit_softcap;
-    linear_cross_entropy_forward(loss, ctx.stream);
+    const Tensor scratch = make_tensor(logits.data, inp.dtype, logits.device, {logits.shape[0], logits.shape[1]});
+    // In chunks no longer than training's: which kernel computes one depends on its length.
+    const int64_t n = inp.shape[0], chunk = run.logits.shape[0];
+    for (int64_t begin = 0; begin < n; begin += chunk) {
+        const int64_t end = std::min(begin + chunk, n);
+        LinearCrossEntropy loss;
+        loss.losses = out.rows(begin, end);
+        loss.inp = inp.rows(begin, end);
+        loss.weight = model.weight(model.head());
+        loss.bias = model.weight(HEAD_B);
+        loss.targets = targets.rows(begin, end);
+        loss.logits = scratch.rows(begin, end);
+        loss.V = c.vocab_size;
+        loss.softcap = c.logit_softcap;
+        linear_cross_entropy_forward(loss, ctx.stream);
+    }
 }

@@ -218,12 +218,21 @@ TEST(GemmBlocked, BitsDoNotDependOnThreads) {
 }
 #endif
 
+namespace {
+
+struct BatchInvariant {
+    BatchInvariant() { matmul_batch_invariant(true, stream()); }
+    ~BatchInvariant() { matmul_batch_invariant(false, stream()); }
+};
+
+}  // namespace
+
 // Each row alone, and in matrices of several sizes, with what a linear layer, its adapters and the loss add.
 TEST(Matmul, BatchInvariantRowsDoNotDependOnTheOthers) {
     const bool on_cpu = backend_device() == Device::CPU;
     if (!on_cpu && !this_target().hopper) GTEST_SKIP() << "only a Hopper GPU has such matmuls";
     const DType T = on_cpu ? DType::F32 : DType::BF16;
-    matmul_batch_invariant(true, stream());
+    const BatchInvariant on;
     using Sizes = std::vector<std::pair<int64_t, int64_t>>;
     for (const auto& [K, OC] :
          on_cpu ? Sizes{{5, 3}, {64, 70}, {300, 129}, {2100, 40}} : Sizes{{8, 8}, {16, 200}, {296, 136}, {2104, 384}}) {
@@ -267,7 +276,9 @@ TEST(Matmul, BatchInvariantRowsDoNotDependOnTheOthers) {
         const TestArray odd = TestArray::random(T, {3, 5}, 1), out = TestArray::poisoned(T, {3, 3});
         EXPECT_THROW(matmul_forward(out, odd, odd, {}, stream()), Error);
     }
-    matmul_batch_invariant(false, stream());
+    // Those of a batch are no linear layers: Muon's are of any size.
+    const TestArray batch = TestArray::random(T, {2, 5, 7}, 5), gram = TestArray::poisoned(T, {2, 5, 5});
+    EXPECT_NO_THROW(matmul_batched(gram, batch, batch, false, true, 1, 0, {}, stream()));
 }
 
 // alpha scales the product and not what out holds. Powers of two are exact.

@@ -288,6 +288,14 @@ class RlTest(TrainingTest):
             snapshot = {**plan["bytes"], **plan.get("host_bytes", {})}["checkpoint snapshot"]
             self.assertEqual(plan["total_bytes"] - snapshot, memory)
 
+    def test_plan_knows_which_gpus_have_exact_rollouts(self):
+        shape = ["plan", "--model", "llama-1B", "--batch-size", 2, "--seq-len", 768, "--rollout-batch-size", 512, "--rollout",
+                 "exact"]
+        done = run(*shape, "--gpu", "H100 80GB", "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertGreater(json.loads(done.stdout)["bytes"]["activations"], 512 * 128256 * 4)  # logits in fp32
+        self.refused(1, ["--rollout exact", "sm_90a"], *shape, "--gpu", "A100 80GB")
+
     @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
     def test_ranks_sample_what_one_does(self):
         sizes = ["--steps", 3, "--completions", 8, "--lr", 1e-3]

@@ -138,7 +138,7 @@ struct OnlineSoftmax {
             for (int half = 0; half < 2; half++) {
                 factor[half] = next[half] == base[half] ? 1.0f : exp2_fast((base[half] - next[half]) * c);
                 base[half] = next[half];
-                sum[half] *= factor[half];
+                sum[half] = __fmul_rn(sum[half], factor[half]);  // in no instance of the kernel a fused multiply-add
             }
         }
         // −∞ − −∞ would be NaN in a row that has seen no key yet.

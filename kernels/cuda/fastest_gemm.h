@@ -108,9 +108,8 @@ void run_fastest(const char* op, GemmPlan& plan, const Kernels& kernels, Stream 
     run(kernels.has(wanted) ? wanted : kernels.all[0]);
 }
 
-inline void run_gemm(const char* op, const Gemm& gemm, Stream stream) {
+inline void run_fastest_gemm(const char* op, const Gemm& gemm, Stream stream) {
     const GemmKey& key = gemm.key;
-    if (is_batch_invariant(op, key, stream)) return run_batch_invariant(op, gemm, stream);
     GemmPlan& plan = blas_plan(op, key, gemm.operands, stream);
     Kernels kernels;
     if (plan.possible) kernels.add(GemmKernel::Library);
@@ -123,4 +122,10 @@ inline void run_gemm(const char* op, const Gemm& gemm, Stream stream) {
         else
             run_hopper(op, gemm, kernel, stream);
     });
+}
+
+// For the matmuls of a linear layer: with matmul_batch_invariant() the forward pass has no choice.
+inline void run_gemm(const char* op, const Gemm& gemm, Stream stream) {
+    if (is_batch_invariant(op, gemm.key, stream)) return run_batch_invariant(op, gemm, stream);
+    run_fastest_gemm(op, gemm, stream);
 }
