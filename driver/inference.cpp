@@ -1,6 +1,7 @@
 #include "driver/inference.h"
 
 #include <iostream>
+#include <utility>
 
 #include "driver/frozen_weights.h"
 #include "driver/matmul_cache.h"

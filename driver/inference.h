@@ -9,6 +9,7 @@
 #include "driver/adapter_bank.h"
 #include "infer/engine.h"
 #include "model.h"
+#include "runtime/device/target.h"
 
 constexpr const char* NO_WEIGHTS = " is a preset without weights; name a model directory or a run";
 

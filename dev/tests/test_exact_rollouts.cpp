@@ -10,11 +10,13 @@
 
 #include "dev/tests/adapters.h"
 #include "dev/tests/generation_fixture.h"
+#include "driver/inference.h"
 #include "driver/sequence_loss.h"
 #include "infer/generate.h"
 #include "kernels/matmul.h"
 #include "rl/completion_batches.h"
 #include "rl/exact_forward.h"
+#include "runtime/device/target.h"
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GenerationByType);  // of generation_fixture.h
 
