@@ -680,14 +680,14 @@ CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const 
         ->default_str(on ? "on" : "off");
 }
 
-CLI::Option* add_rollout_option(CLI::App& app, bool& exact) {
+CLI::Option* add_rollout_option(CLI::App& app, Sampler& sampler) {
     return app
         .add_option_function<std::string>(
-            "--rollout", [&exact](const std::string& how) { exact = how == "exact"; },
+            "--rollout", [&sampler](const std::string& how) { sampler = enum_of<Sampler>(SAMPLER_NAMES, how); },
             "fast: the engine's kernels sample; exact: training's own forward pass does, so that the recorded "
-            "probabilities are those of training to the bit (on the CPU)")
-        ->check(CLI::IsMember({"fast", "exact"}))
-        ->default_str("fast");
+            "probabilities are those of training to the bit; auto: exact on a Hopper GPU, where the model allows it")
+        ->check(CLI::IsMember(SAMPLER_NAMES))
+        ->default_str(SAMPLER_NAMES[size_t(sampler)]);
 }
 
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights) {

@@ -75,7 +75,7 @@ void check_preference_options(const PreferenceFlags& preference, const LoraOptio
 // An option that is on or off.
 CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const std::string& description);
 // --rollout, of `rl`.
-CLI::Option* add_rollout_option(CLI::App& app, bool& exact);
+CLI::Option* add_rollout_option(CLI::App& app, Sampler& sampler);
 
 // On stdout: one "key value" a line, or a JSON object.
 void print_result(const nlohmann::ordered_json& result, bool as_json);

@@ -64,7 +64,7 @@ PlanOptions parse_plan(const Args& args) {
     auto* generate =
         app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size sequences of --seq-len tokens each")
             ->excludes(inference);
-    of_training.push_back(add_rollout_option(app, o.rollout.exact)->needs("--rollout-batch-size"));
+    of_training.push_back(add_rollout_option(app, o.rollout.sampler)->needs("--rollout-batch-size"));
     for (CLI::Option* option : of_training) {
         inference->excludes(option);
         generate->excludes(option);
@@ -254,7 +254,7 @@ void run_plan(const Args& args) {
         o.generate ? generation_packing(source, o.model.weights, o.model.type()) : packing_of(source, o.model.weights);
     if (training) refuse_packed(source, "training");
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, target);
-    check_exact(o, source.config, target);
+    choose_sampler(o, source.config, target);
     auto [in_use_before, remark] = in_use_on(gpu);
     FitReport fitted;
     // Drivers report up to 2% less memory than a GPU's name says.

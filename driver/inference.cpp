@@ -149,38 +149,48 @@ RunShape rollout_forward(const RunOptions& o, const Model& model, int64_t pass_t
     return shape;
 }
 
-// What kernels/gemm_hopper.h, attention_forward_hopper.cu and cross_entropy_hopper.h take: other kernels choose by the
-// number of rows, or round logits.
-static void check_exact_on_gpu(const RunOptions& o, const ModelConfig& c, const Target& target) {
-    require(target.hopper,
-            "--rollout exact: of a GPU's kernels only those for sm_90a (Hopper) promise the same bits; use --rollout "
-            "fast on this one");
-    require(o.model.type() == DType::BF16, "--rollout exact: on a GPU it takes --dtype bf16, not ", o.model.dtype);
-    require(!c.head_bias && !c.logit_softcap, "--rollout exact: on a GPU the loss of a head with a ",
-            c.head_bias ? "bias" : "softcap", " comes from rounded logits; use --rollout fast");
-    require(c.head_size <= 128, "--rollout exact: on a GPU heads may have up to 128 channels, not ", c.head_size,
-            "; use --rollout fast");
+// Why a GPU does not sample exactly; empty: it does. kernels/gemm_hopper.h, attention_forward_hopper.cu and
+// cross_entropy_hopper.h take no more: other kernels choose by the number of rows, or round logits.
+static std::string inexact_on_gpu(const RunOptions& o, const ModelConfig& c, const Target& target) {
+    if (!target.hopper)
+        return "of a GPU's kernels only those for sm_90a (Hopper) promise the same bits; use --rollout fast on this "
+               "one";
+    if (o.model.type() != DType::BF16) return str("on a GPU it takes --dtype bf16, not ", o.model.dtype);
+    if (c.head_bias || c.logit_softcap)
+        return str("on a GPU the loss of a head with a ", c.head_bias ? "bias" : "softcap",
+                   " comes from rounded logits; use --rollout fast");
+    if (c.head_size > 128)
+        return str("on a GPU heads may have up to 128 channels, not ", c.head_size, "; use --rollout fast");
     const std::pair<const char*, int64_t> sizes[] = {
         {"channels", c.channels}, {"ffn", c.ffn}, {"head size", c.head_size}, {"--lora-rank", o.lora.rank}};
     for (const auto& [name, size] : sizes)
-        require(size % 8 == 0, "--rollout exact: ", name, " is ", size,
-                ", and on a GPU it must be a multiple of 8; change it, or use --rollout fast");
+        if (size % 8)
+            return str(name, " is ", size,
+                       ", and on a GPU it must be a multiple of 8; change it, or use --rollout fast");
+    return {};
 }
 
-void check_exact(const RunOptions& o, const ModelConfig& c, const Target& target) {
-    if (!o.rollout.exact) return;
+// The same anywhere.
+static std::string inexact(const RunOptions& o, const ModelConfig& c, const Target& target) {
+    if (o.fp8.on)
+        return "--matmul-dtype fp8 scales all tokens of a batch together, so that they depend on each other; leave one "
+               "of them out";
+    if (c.has_linear_attention())
+        return "layers of linear attention sum in chunks when they train, and token by token when they sample; use "
+               "--rollout fast";
     const bool dynamic = c.positions == Positions::RoPE && c.rope_scaling.kind == RopeScaling::Kind::Dynamic;
-    if (target.device != Device::CPU) check_exact_on_gpu(o, c, target);
-    require(!o.fp8.on,
-            "--rollout exact: --matmul-dtype fp8 scales all tokens of a batch together, so that they depend "
-            "on each other; leave one of them out");
-    require(!c.has_linear_attention(),
-            "--rollout exact: layers of linear attention sum in chunks when they train, and token by token when they "
-            "sample; use --rollout fast");
-    require(!dynamic || o.seq_len <= c.rope_scaling.original_max_position,
-            "--rollout exact: with dynamic RoPE scaling the angles of sequences beyond ",
-            c.rope_scaling.original_max_position,
-            " tokens depend on their length; use --rollout fast, or lower --max-tokens");
+    if (dynamic && o.seq_len > c.rope_scaling.original_max_position)
+        return str("with dynamic RoPE scaling the angles of sequences beyond ", c.rope_scaling.original_max_position,
+                   " tokens depend on their length; use --rollout fast, or lower --max-tokens");
+    return target.device == Device::CPU ? std::string() : inexact_on_gpu(o, c, target);
+}
+
+void choose_sampler(RunOptions& o, const ModelConfig& c, const Target& target) {
+    const std::string why_not = inexact(o, c, target);
+    // On a CPU a step takes twice the time (docs/log/cpu.md).
+    const bool when_possible = o.rollout.sampler == Sampler::Auto && target.device != Device::CPU && why_not.empty();
+    o.rollout.exact = o.rollout.on() && (when_possible || o.rollout.sampler == Sampler::Exact);
+    require(!o.rollout.exact || why_not.empty(), "--rollout exact: ", why_not);
 }
 
 int64_t rollout_bytes(const RunOptions& o, const Model& model) {

@@ -56,9 +56,10 @@ InferenceWeights inference_weights(const Model& model);
 // the run's activations use between rollouts.
 EngineOptions rollout_engine(const RunOptions& options, int64_t world);
 // With --rollout exact: the activations of the engine's passes of so many tokens (rl/exact_forward.h), also in that
-// memory, and an Error for what it does not support.
+// memory.
 RunShape rollout_forward(const RunOptions& options, const Model& model, int64_t pass_tokens);
-void check_exact(const RunOptions& options, const ModelConfig& config, const Target& target);
+// Sets options.rollout.exact. Throws Error where --rollout asks for what the model or the target does not support.
+void choose_sampler(RunOptions& options, const ModelConfig& config, const Target& target);
 int64_t rollout_bytes(const RunOptions& options, const Model& model);
 MemoryPlan memory_plan(const Model& model, const Engine& engine, const AdapterBank* bank = nullptr);
 

@@ -110,6 +110,10 @@ constexpr Names<3> ADVANTAGE_NAMES = {"group", "batch", "mean-only"};
 enum class LossNorm : uint8_t { Sequence, Batch, Constant };
 constexpr Names<3> LOSS_NORM_NAMES = {"sequence", "batch", "constant"};
 
+// What samples: the engine, or training's own forward pass (rl/exact_forward.h). Auto: the latter on a GPU that can.
+enum class Sampler : uint8_t { Auto, Fast, Exact };
+constexpr Names<3> SAMPLER_NAMES = {"auto", "fast", "exact"};
+
 // Reinforcement learning (rl/): the rollout that comes before a run's updates, and the loss of these.
 struct RolloutFlags {
     int64_t prompts = 0;                        // of a rollout, on all ranks together; 0: the run does not sample
@@ -123,7 +127,8 @@ struct RolloutFlags {
     PolicyOptions policy;
     int64_t max_idle_steps = 50, completions_every = 10;
     bool chat_template = true, ignore_eos = false;
-    bool exact = false;  // sampled through training's own forward pass (rl/exact_forward.h)
+    Sampler sampler = Sampler::Auto;
+    bool exact = false;  // as choose_sampler() decided
 
     bool on() const { return prompts > 0; }
     // What a resumed run may not change; "none".

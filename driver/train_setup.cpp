@@ -552,7 +552,7 @@ std::unique_ptr<RolloutData> read_rollout_data(TrainOptions& o, const ModelSourc
         out->prompts.add_end_tokens(out->completion.eos, tokenizer);
     }
     o.seq_len = out->prompts.longest + r.max_tokens;
-    check_exact(o, c, this_target());
+    choose_sampler(o, c, this_target());
     require(c.positions != Positions::Learned || o.seq_len <= c.max_positions, "the longest prompt has ",
             out->prompts.longest, " tokens; with --max-tokens ", r.max_tokens,
             " that is beyond the model's position table of ", c.max_positions, " rows; lower --max-tokens");

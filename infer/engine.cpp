@@ -525,7 +525,8 @@ LinearAttentionState Engine::copy_states(const LinearAttentionState& from) {
 
 // Runs packed prompt chunks through the model. For each prompt that ends in this pass, copies the last token's row of x
 // to `last`, the head's input, from row first_finished on.
-void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished) {
+// token_ids: the tokens, if they are on the device only.
+void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished, Tensor token_ids) {
     std::vector<int32_t> token, position, adapter, q_ends{0}, k_ends{0}, slots, finished;
     std::vector<std::vector<int32_t>> row(rows.size());
     std::vector<int64_t> sequence_lengths;
@@ -533,14 +534,18 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
     const bool has_past =
         std::any_of(chunks.begin(), chunks.end(), [&](const PromptChunk& p) { return length(p.prompt->slot) > 0; });
     for (const PromptChunk& p : chunks) {
-        const int64_t slot = p.prompt->slot, n = p.end - p.begin, past = length(slot);
-        if (has_past && past == 0) states.clear(slot, stream);
-        grow(slot, n);
+        if (p.retired) continue;
+        if (has_past && length(p.prompt->slot) == 0) states.clear(p.prompt->slot, stream);
+        grow(p.prompt->slot, p.end - p.begin);
+    }
+    for (const PromptChunk& p : chunks) {
+        const int64_t slot = p.prompt->slot, n = p.end - p.begin, past = length(slot) - n;
         for (int64_t i = 0; i < n; i++) {
-            token.push_back(p.prompt->tokens[size_t(p.begin + i)]);
+            if (!token_ids) token.push_back(p.prompt->tokens[size_t(p.begin + i)]);
             position.push_back(static_cast<int32_t>(past + i));
             adapter.push_back(p.prompt->adapter);
-            for (size_t g = 0; g < row.size(); g++) row[g].push_back(cache.row(int64_t(g), slot, past + i));
+            for (size_t g = 0; g < row.size(); g++)
+                row[g].push_back(p.retired ? -1 : cache.row(int64_t(g), slot, past + i));
             sequence_lengths.push_back(past + n);
         }
         q_ends.push_back(q_ends.back() + static_cast<int32_t>(n));
@@ -558,7 +563,8 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
         if (!host.empty()) staging->put(t.data, host.data(), t.bytes(), stream);
         return t;
     };
-    const Tensor token_ids = put(tokens, token), token_positions = put(positions, position);
+    if (!token_ids) token_ids = put(tokens, token);
+    const Tensor token_positions = put(positions, position);
     const std::optional<AdapterTiles> tiles = upload_adapters(adapter);
     std::vector<Tensor> token_rows;  // by group
     for (size_t g = 0; g < row.size(); g++) token_rows.push_back(put(rows[g], row[g]));
@@ -573,7 +579,7 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
     const LinearAttentionSequences linear_sequences{sequences_of_pass.cum_q, most_tokens};
 
     const ModelConfig& c = config;
-    const int64_t N = int64_t(token.size()), Q = c.heads * c.head_size, done = int64_t(finished.size());
+    const int64_t N = int64_t(position.size()), Q = c.heads * c.head_size, done = int64_t(finished.size());
     const Tensor angles = table ? angle_rows(N) : Tensor{};
     const auto attend = [&](int64_t l, const Tensor& heads, const Tensor& out) {
         const Tensor k = cache.k_rows(l), v = cache.v_rows(l);
@@ -674,7 +680,10 @@ void Engine::check_prompt(const Prompt& p) const {
 }
 
 void Engine::prefill(const std::vector<Prompt>& prompts) {
-    require(!pending(), "engine: prefill() before every queued step was read with next()");
+    const bool only_more =
+        std::all_of(prompts.begin(), prompts.end(), [](const Prompt& p) { return p.more; });  // the batch stays
+    require(!pending() || (only_more && takes_prompts_while_pending()),
+            "engine: prefill() before every queued step was read with next()");
     int64_t total = 0;
     std::vector<bool> taken_slots(lengths.size(), false);
     for (const Prompt& p : prompts) {
@@ -705,19 +714,44 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
         continued.push_back(s);
     }
     const std::vector<std::vector<const Prompt*>> groups = groups_of(prompts);
+    for (const std::vector<const Prompt*>& group : groups)
+        for (const Prompt* p : group) {
+            if (seen_bits.empty()) break;
+            for (const int32_t id : p->tokens) set_bit(seen_bits[size_t(p->slot)], id);
+            if (p->like >= 0) seen_bits[size_t(p->slot)] = seen_bits[size_t(p->like)];
+        }
+    if (only_more) {
+        compute_prompts(groups);
+        batch_changed |= !takes_prompts_while_pending();
+        return;
+    }
     batch.clear();
     for (const std::vector<const Prompt*>& group : groups)
         for (const Prompt* p : group) {
-            for (const int32_t id : p->tokens)
-                if (!seen_bits.empty()) set_bit(seen_bits[size_t(p->slot)], id);
-            if (p->like >= 0 && !seen_bits.empty()) seen_bits[size_t(p->slot)] = seen_bits[size_t(p->like)];
             const bool logprobs = p->logprobs || p->top_logprobs > 0 || options.logprobs;
             if (!p->more)
                 batch.push_back(
                     {p->slot, p->sequence, p->step, -1, p->adapter, false, row_of(*p), logprobs, p->top_logprobs});
         }
 
-    // The chunks of a prompt do not depend on the other prompts. A pass holds at most one chunk of a prompt.
+    const std::vector<std::pair<int64_t, int64_t>> prompt_losses = compute_prompts(groups);
+    for (const std::vector<const Prompt*>& group : groups) fork(group[0]->slot, {group.begin() + 1, group.end()});
+    upload_batch(false);
+    for (const std::vector<const Prompt*>& group : groups)
+        if (!group[0]->more) upload_slots(group);
+    compute_logits(last.rows(0, int64_t(batch.size())));
+    sample(int64_t(batch.size()));
+    queue_results(int64_t(batch.size()));
+    queue[(steps_queued - 1) % 2].prompt_losses = prompt_losses;
+    batch_changed = !continued.empty();
+    batch.insert(batch.begin(), continued.begin(), continued.end());
+}
+
+// Runs the passes over prompts. Returns for each sequence that is sampled next where prompt_results has the losses of
+// its prompt, and how many they are. The chunks of a prompt do not depend on the other prompts. A pass holds at most
+// one chunk of a prompt.
+std::vector<std::pair<int64_t, int64_t>> Engine::compute_prompts(
+    const std::vector<std::vector<const Prompt*>>& groups) {
     const int64_t capacity = tokens.shape[0];
     std::vector<PromptChunk> chunks;
     int64_t used = 0, finished = 0, finished_in_pass = 0, losses_begin = 0;
@@ -738,27 +772,13 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
             const int64_t end = std::min(begin + prompt_chunk_tokens(), n);
             const bool alone = options.batch_invariant && backend_device() != Device::CPU;
             if (used + end - begin > capacity || begin > 0 || alone) flush();
-            chunks.push_back({&p, begin, end, end == n ? sampled : 0, prompt_losses_at});
+            chunks.push_back({&p, begin, end, end == n ? sampled : 0, prompt_losses_at, false});
             used += end - begin;
             finished_in_pass += chunks.back().sampled;
         }
     }
     flush();
-    for (const std::vector<const Prompt*>& group : groups) fork(group[0]->slot, {group.begin() + 1, group.end()});
-    if (batch.empty()) {
-        batch = continued;
-        batch_changed = true;
-        return;
-    }
-    upload_batch(false);
-    for (const std::vector<const Prompt*>& group : groups)
-        if (!group[0]->more) upload_slots(group);
-    compute_logits(last.rows(0, int64_t(batch.size())));
-    sample(int64_t(batch.size()));
-    queue_results(int64_t(batch.size()));
-    queue[(steps_queued - 1) % 2].prompt_losses = prompt_losses;
-    batch_changed = !continued.empty();
-    batch.insert(batch.begin(), continued.begin(), continued.end());
+    return prompt_losses;
 }
 
 // Each prompt that is computed, with those that are like it.
@@ -1000,11 +1020,13 @@ int64_t Engine::active() const {
     return std::count_if(batch.begin(), batch.end(), [](const Sequence& s) { return !s.retired; });
 }
 
-// If at least half of the rows are retired, reading all queued steps and compacting the batch is faster.
+// If at least half of the rows are retired, reading all queued steps and compacting the batch is faster; without graphs
+// if a sixteenth is: that costs the time that the host needs to queue a step.
 bool Engine::ready() const {
-    const bool sparse = 2 * active() <= int64_t(batch.size());
-    const int64_t ahead = forward ? 1 : steps_ahead();  // a pass takes its tokens from the host
-    if (active() == 0 || steps_queued - steps_read >= ahead || (pending() && (batch_changed || sparse))) return false;
+    const int64_t retired = int64_t(batch.size()) - active();
+    const bool sparse = (forward ? 16 : 2) * retired >= int64_t(batch.size());
+    if (active() == 0 || steps_queued - steps_read >= steps_ahead() || (pending() && (batch_changed || sparse)))
+        return false;
     return pages_missing() <= pages_available() && std::all_of(batch.begin(), batch.end(), [&](const Sequence& s) {
                return s.retired || length(s.slot) < options.context;
            });
@@ -1013,9 +1035,9 @@ bool Engine::ready() const {
 bool Engine::has_room(const std::vector<Prompt>& prompts) const {
     int64_t missing = 0;
     for (const std::vector<const Prompt*>& group : groups_of(prompts)) {
-        const int64_t slot = group[0]->slot, tokens = int64_t(group[0]->tokens.size());
-        missing += cache.pages_missing(slot, length(slot) + tokens);
-        if ((length(slot) + tokens) % KV_PAGE) missing += int64_t(group.size()) - 1;  // copies of the last page
+        const int64_t slot = group[0]->slot, end = length(slot) + int64_t(group[0]->tokens.size());
+        missing += cache.pages_missing(slot, end);
+        if (end % KV_PAGE) missing += int64_t(group.size()) - 1;  // copies of the last page
     }
     return missing <= cache.pages_available();
 }
@@ -1073,17 +1095,19 @@ void Engine::compact_batch() {
     batch_changed = false;
 }
 
-// A pass over the last token of each sequence. No step is pending: the host has read these tokens.
+// A pass over the last token of each row, which is in `ids`. A row that is retired computes what another one does and
+// stores nothing.
 void Engine::outside_decode_step() {
     const auto B = int64_t(batch.size());
+    const auto active_row =
+        std::find_if(batch.begin(), batch.end(), [](const Sequence& sequence) { return !sequence.retired; });
     std::vector<Prompt> prompts(batch.size());
     std::vector<PromptChunk> chunks;
     for (size_t b = 0; b < batch.size(); b++) {
-        prompts[b].slot = batch[b].slot;
-        prompts[b].tokens = {batch[b].token};
-        chunks.push_back({&prompts[b], 0, 1, 1, -1});
+        prompts[b].slot = batch[b].retired ? active_row->slot : batch[b].slot;
+        chunks.push_back({&prompts[b], 0, 1, 1, -1, batch[b].retired});
     }
-    prefill_pass(chunks, 0);
+    prefill_pass(chunks, 0, ids.rows(0, B));
     compute_logits(last.rows(0, B));
     sample(B);
     queue_results(B);

@@ -157,12 +157,14 @@ class Engine {
 
     // Appends the prompts' tokens to their slots and queues a step that samples the token after each, in the order of
     // the prompts. decode() then continues these sequences and all earlier ones that were not retired. Every queued
-    // step must have been read. In the step, prompts `like` another follow it. If more tokens of all prompts are to
-    // come, no step is queued. Throws Error for a slot that is given twice or is still generating, a prompt without
-    // tokens, a token outside the vocabulary, a sequence that exceeds the context, more tokens in all than
-    // options.prompt_tokens, a mask that allows no token, what the engine was not planned for, or prompts that the
-    // cache has too few free pages for (has_room()).
+    // step must have been read, unless takes_prompts_while_pending() and more tokens of all prompts are to come. In the
+    // step, prompts `like` another follow it. If more tokens of all prompts are to come, no step is queued. Throws
+    // Error for a slot that is given twice or is still generating, a prompt without tokens, a token outside the
+    // vocabulary, a sequence that exceeds the context, more tokens in all than options.prompt_tokens, a mask that
+    // allows no token, what the engine was not planned for, or prompts that the cache has too few free pages for
+    // (has_room()).
     void prefill(const std::vector<Prompt>& prompts);
+    bool takes_prompts_while_pending() const { return options.adapters == 0; }  // a pass overwrites the steps' tiles
     // Queues a step: each sequence's sampled token joins its context, and the next token is sampled. Call it only when
     // ready().
     void decode();
@@ -238,6 +240,7 @@ class Engine {
         int64_t begin, end;
         int64_t sampled;  // sequences that sample the token after the chunk
         int64_t losses;   // where prompt_results has those of the prompt's tokens from the second one on; -1: not asked
+        bool retired;     // computed for nothing, as the next token of a sequence that another chunk continues
     };
     // A step that is queued, with the host memory that receives its results.
     struct QueuedStep {
@@ -272,7 +275,8 @@ class Engine {
     void fill_rope_table();
     void count_weight_bytes();
     void prepare_graphs();
-    void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished);
+    void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished, Tensor token_ids = {});
+    std::vector<std::pair<int64_t, int64_t>> compute_prompts(const std::vector<std::vector<const Prompt*>>& groups);
     void outside_decode_step();
     bool finds_prefixes() const { return cache.finds_prefixes() && !config.has_linear_attention() && !dynamic_rope; }
     std::vector<std::vector<const Prompt*>> groups_of(const std::vector<Prompt>& prompts) const;

@@ -59,14 +59,17 @@ bool Scheduler::idle() const {
     return std::none_of(running.begin(), running.end(), [](const Running& s) { return s.request; });
 }
 
-// Whether a request can start, or a prompt be computed, as soon as every queued step was read.
+// Whether a request can start, or a prompt be computed, as soon as every queued step was read. Chunks that end no
+// prompt need not wait for that.
 bool Scheduler::wants_pause() const {
-    bool free_slot = false;
+    bool free_slot = false, computing = false;
     for (size_t slot = 0; slot < running.size(); slot++) {
         const Running& s = running[slot];
-        if (s.request && (s.computing || (s.suspended && engine.can_resume(int64_t(slot))))) return true;
+        if (s.request && s.suspended && engine.can_resume(int64_t(slot))) return true;
         free_slot |= !s.request;
+        computing |= s.request && s.computing;
     }
+    if (computing && (!engine.takes_prompts_while_pending() || !has_room() || next_chunk().ends_prompt)) return true;
     if (waiting.empty() || !free_slot) return false;
     const int64_t tokens = std::min(int64_t(waiting.front().request->tokens.size()), engine.options.context);
     return engine.pages_for(tokens) + engine.pages_missing() <= engine.pages_available();
@@ -81,6 +84,8 @@ bool Scheduler::step() {
         make_room();
         compute_chunk();
         make_room();
+    } else {
+        compute_chunk();
     }
     while (engine.ready()) queue_step();
     if (engine.pending()) read_step();
@@ -207,43 +212,41 @@ int64_t Scheduler::chunk_size() const {
     return std::min(tokens, engine.options.prompt_tokens);
 }
 
-// The tokens that the next chunk computes of these slots' prompts, the oldest first. They share it page by page, so
-// that a short prompt does not wait for a long one. Chunks end where pages do, so that the bits of a prompt do not
-// depend on what else is computed. A prompt with logprobs is not cut, because they belong to one prefill.
-std::vector<int64_t> Scheduler::share_chunk(const std::vector<size_t>& slots) const {
-    std::vector<int64_t> shares(slots.size(), 0);
+// The tokens that the next chunk computes of each prompt, the oldest first. They share it page by page, so that a short
+// prompt does not wait for a long one. Chunks end where pages do, so that the bits of a prompt do not depend on what
+// else is computed. A prompt with logprobs is not cut, because they belong to one prefill.
+Scheduler::Chunk Scheduler::next_chunk() const {
+    Chunk chunk;
+    for (const size_t slot : by_arrival())
+        if (running[slot].computing && running[slot].like < 0) chunk.shares.push_back({slot, 0});
     const int64_t size = chunk_size();
     int64_t left = size;
     for (bool more = true; more;) {
         more = false;
-        for (size_t i = 0; i < slots.size(); i++) {
-            const Running& s = running[slots[i]];
-            const int64_t begin = s.computed + shares[i], rest = int64_t(s.request->context.size()) - begin;
+        for (auto& [slot, share] : chunk.shares) {
+            const Running& s = running[slot];
+            const int64_t begin = s.computed + share, rest = int64_t(s.request->context.size()) - begin;
             const bool whole = s.request->prompt_logprobs;
             const int64_t part = whole ? rest : std::min(rest, KV_PAGE - begin % KV_PAGE);
             if (part == 0 || (part > left && !(whole && left == size))) continue;
-            shares[i] += part;
+            share += part;
             left -= part;
             more = true;
+            chunk.ends_prompt |= part == rest;
         }
     }
-    return shares;
+    return chunk;
 }
 
 void Scheduler::compute_chunk() {
     std::vector<Prompt> prompts;
-    std::vector<size_t> slots = by_arrival(), finished;
-    slots.erase(std::remove_if(slots.begin(), slots.end(),
-                               [&](size_t slot) { return !running[slot].computing || running[slot].like >= 0; }),
-                slots.end());
-    const std::vector<int64_t> shares = share_chunk(slots);
-    for (size_t i = 0; i < slots.size(); i++) {
-        if (shares[i] == 0) continue;
-        const size_t slot = slots[i];
+    std::vector<size_t> finished;
+    for (const auto& [slot, share] : next_chunk().shares) {
+        if (share == 0) continue;
         Running& s = running[slot];
-        const int64_t size = int64_t(s.request->context.size()), end = s.computed + shares[i];
+        const int64_t size = int64_t(s.request->context.size()), end = s.computed + share;
         prompts.push_back(prompt_of(slot, s.computed, end));
-        statistics.prompt_tokens += shares[i];
+        statistics.prompt_tokens += share;
         s.computed = end;
         if (end < size) continue;
         s.computing = false;
@@ -262,7 +265,7 @@ void Scheduler::compute_chunk() {
     engine.prefill(prompts);
     for (const size_t slot : finished)
         engine.remember(int64_t(slot), running[slot].request->context, prefix_space(*running[slot].request));
-    if (engine.pending()) read_step();
+    if (!finished.empty()) read_step();
     statistics.prefill_seconds += seconds_since(begin);
 }
 

@@ -7,9 +7,10 @@
 // Requests start in the order of their arrival. One that the cache has no pages for waits, and so do those after it.
 // Prompts are computed in chunks between decode steps (continuous batching, Yu et al. 2022, "Orca"; chunked prefill,
 // Agrawal et al. 2024, "Sarathi-Serve"): a running sequence waits for at most one chunk, which all prompts share, so
-// that a short one does not wait for a long one. Where a step lacks pages, the youngest sequence is suspended: its keys
-// and values go to the host, and it continues with the same bits before any waiting request starts. A request whose
-// prompt is being computed for an earlier one shares its pages.
+// that a short one does not wait for a long one. A chunk that ends no prompt is queued behind the steps in flight.
+// Where a step lacks pages, the youngest sequence is suspended: its keys and values go to the host, and it continues
+// with the same bits before any waiting request starts. A request whose prompt is being computed for an earlier one
+// shares its pages.
 //
 // What a request samples does not depend on the others (infer/engine.h).
 #pragma once
@@ -17,6 +18,7 @@
 #include <chrono>
 #include <deque>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "infer/generate.h"
@@ -68,7 +70,11 @@ class Scheduler {
     int64_t pages_promised() const;
     bool has_room() const;
     int64_t chunk_size() const;
-    std::vector<int64_t> share_chunk(const std::vector<size_t>& slots) const;
+    struct Chunk {
+        std::vector<std::pair<size_t, int64_t>> shares;  // slots and tokens of their prompts
+        bool ends_prompt = false;
+    };
+    Chunk next_chunk() const;
     void compute_chunk();
     void make_room();
     void give_up(size_t slot);

@@ -26,7 +26,7 @@ void ExactForward::blocks(Tensor out, Tensor rows, Tensor tokens, Tensor positio
 
 void ExactForward::head(Tensor out, Tensor inp) {
     const Tensor weight = model.weight(model.head());
-    if (inp.dtype != out.dtype)  // then check_exact() refuses a bias
+    if (inp.dtype != out.dtype)  // then choose_sampler() refuses a bias
         return matmul(out, inp, weight, false, true, false, ctx.stream);
     matmul_forward(out, inp, weight, model.weight(HEAD_B), ctx.stream);
 }

@@ -24,7 +24,7 @@ void add_rollout_options(CLI::App& app, RolloutFlags& o) {
     app.add_option("--rollout-batch-size", o.batch_size, "most completions that a process samples at the same time")
         ->check(positive)
         ->capture_default_str();
-    add_rollout_option(app, o.exact);
+    add_rollout_option(app, o.sampler);
     app.add_flag("--ignore-eos", o.ignore_eos, "completions go on past the end-of-text token");
     add_switch(app, "--chat-template", o.chat_template,
                "whether a prompt is a user turn of the model's chat template, where it has one, and not plain text");

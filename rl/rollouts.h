@@ -11,8 +11,8 @@
 //
 // A token is sampled by the engine's kernels, and learnt from by training's, whose log-probabilities differ in the last
 // bits: kernels/policy_loss.h weighs tokens by the ratio. With several updates, π_old comes from a forward pass of
-// training's kernels before the first of them. With --rollout exact training's kernels sample, too
-// (rl/exact_forward.h): the ratio is 1, and π_old what was recorded.
+// training's kernels before the first of them. With exact rollouts training's kernels sample, too (rl/exact_forward.h):
+// the ratio is 1, and π_old what was recorded.
 //
 // What a rollout samples depends on the run's seed, the rollout's number and the weights, so that a resumed run repeats
 // it. Each rank samples for its own part of the prompts.

@@ -28,7 +28,7 @@ bool on_cpu() {
 DType exact_dtype() {
     return on_cpu() ? DType::F32 : DType::BF16;
 }
-// Skips where check_exact() refuses the GPU.
+// Skips where choose_sampler() refuses the GPU.
 class ExactRollouts : public testing::Test {
     void SetUp() override {
         if (!on_cpu() && !this_target().hopper) GTEST_SKIP() << "only a Hopper GPU has exact rollouts";
@@ -167,10 +167,15 @@ TEST_F(ExactRollouts, RecordTrainingsLogProbabilities) {
         validate(c, variant.name);
         c = longer(c);
         RunOptions options = ExactEngine::run_options();
-        options.rollout.exact = true;
+        options.rollout.prompts = 1;
+        options.rollout.sampler = Sampler::Exact;
         options.seq_len = CONTEXT;
+        RunOptions any = options;
+        any.rollout.sampler = Sampler::Auto;
+        EXPECT_NO_THROW(choose_sampler(any, c, this_target()));
         if (c.has_linear_attention() || (!on_cpu() && (c.head_bias || c.logit_softcap))) {
-            EXPECT_THROW(check_exact(options, c, this_target()), Error);
+            EXPECT_THROW(choose_sampler(options, c, this_target()), Error);
+            EXPECT_FALSE(any.rollout.exact);
             if (!c.has_linear_attention()) continue;
             EngineOptions o = engine_options(2, CONTEXT);
             o.outside_forward = true;
@@ -178,7 +183,9 @@ TEST_F(ExactRollouts, RecordTrainingsLogProbabilities) {
             EXPECT_THROW(Engine(c, o, {}), Error);
             continue;
         }
-        EXPECT_NO_THROW(check_exact(options, c, this_target()));
+        EXPECT_NO_THROW(choose_sampler(options, c, this_target()));
+        EXPECT_TRUE(options.rollout.exact);
+        EXPECT_EQ(any.rollout.exact, !on_cpu());
         Driver d(c, policy_shape(1, CONTEXT));
         tokens += expect_exact(d, 1);
     }

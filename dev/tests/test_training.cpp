@@ -301,9 +301,11 @@ TEST(Training, MemoryMatchesThePlan) {
     for (const auto& [level, optimizer, fp8, offload, adapters, nf4] : runs) {
         if (fp8 && !matmul_fp8_unavailable().empty()) continue;
         const int64_t before = device_memory_available();
+        // What the driver and the libraries take differs by 24 MiB between machines, which has to be less than 2%.
+        const int64_t B = adapters ? 16 : 8;
         Args args = {"--model",        "gpt2-124M",
                      "--dtype",        "bf16",
-                     "--batch-size",   "8",
+                     "--batch-size",   std::to_string(B),
                      "--seq-len",      "1024",
                      "--recompute",    level == Recompute::None ? "none" : "block",
                      "--optimizer",    facts_of(optimizer).name,
@@ -322,7 +324,7 @@ TEST(Training, MemoryMatchesThePlan) {
         ModelConfig config;
         ASSERT_TRUE(preset("gpt2-124M", config));
         const Model model(config, {}, {DType::BF16, true}, optimizer, offload_options(offload), lora);
-        RunShape shape = Driver::with_workspace(training_shape(8, 1024, DType::BF16), model);
+        RunShape shape = Driver::with_workspace(training_shape(B, 1024, DType::BF16), model);
         shape.recompute = level;
         shape.activation_epilogue = ActivationEpilogue::Both;
         shape.fp8.on = fp8;
