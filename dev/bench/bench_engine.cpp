@@ -112,7 +112,7 @@ void report(benchmark::State& state, const Run& run, const GenerateStatistics& s
     state.counters["step rows"] = double(s.step_sequences) / double(std::max<int64_t>(s.steps, 1));
 }
 
-// range: requests per second, requests.
+// range: requests per second, requests, tokens of a chunk (0: the default).
 void poisson(benchmark::State& state) {
     const double rate = double(state.range(0));
     const int64_t count = state.range(1), context = 2000 + 256;
@@ -126,7 +126,7 @@ void poisson(benchmark::State& state) {
             arrivals.push_back(at);
             run.add(i % 2 ? 2000 : 128, 256, m.engine.config.vocab_size);
         }
-        Scheduler scheduler(m.engine, {});
+        Scheduler scheduler(m.engine, {}, {}, state.range(2));
         run.watch(scheduler);
         const Clock::time_point begin = Clock::now();
         size_t next = 0;
@@ -218,7 +218,8 @@ void many(benchmark::State& state) {
     }
 }
 
-BENCH(poisson, (std::vector<std::string>{"per_second", "requests"}), (Sizes{{10, 10}}), (Sizes{{10, 10}, {10, 100}}));
+BENCH(poisson, (std::vector<std::string>{"per_second", "requests", "chunk"}), (Sizes{{10, 10, 0}}),
+      (Sizes{{10, 100, 0}, {10, 100, 256}, {10, 100, 128}}));
 BENCH(together, (std::vector<std::string>{"N", "other_half"}), (Sizes{{4, 128}}),
       (Sizes{{2, 2000}, {4, 2000}, {6, 2000}, {8, 2000}, {10, 2000}, {16, 2000}, {16, 128}, {64, 128}}));
 BENCH(adapters, (std::vector<std::string>{"N", "adapters"}), (Sizes{{4, 2}}),
