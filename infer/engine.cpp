@@ -373,6 +373,10 @@ void Engine::prepare_graphs() {
     if (!options.batch_invariant && B > LINEAR_SMALL_N) {
         matmul_tuning(true, stream);
         decode_step(B, bucket(1, options.context));
+        const uint32_t classes = step_classes;
+        step_classes |= ADAPTERS;  // other matmuls, without activations
+        if (options.adapters) decode_step(B, bucket(1, options.context));
+        step_classes = classes;
         matmul_tuning(false, stream);
     }
     for (int64_t n = options.all_batch_sizes ? 1 : B; n <= B; n = step_rows(n + 1)) {

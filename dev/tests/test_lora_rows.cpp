@@ -242,10 +242,14 @@ TEST_P(LoraRows, LayersMatchOracle) {
     check_layer({{12, 320, 3, 16, {96}, three}, Activation::GELU, true}, activation());
     check_layer({{40, 72, 1, 8, {64, 7}, {0}}, Activation::ReLU2}, activation());
     check_layer({{64, 4160, 3, 8, {70}, three}}, activation());  // a block has more panels than the ring has stages
+    check_layer({{64, 128, 2, 8, {64, 32, 32}, {1, 0, -1}, 8}, Activation::None, true, true}, activation());
     // Enough outputs for blocks of 128 of them.
     check_layer({{40, 512, 3, 24, {1024, 320, 320}, three, 8}, Activation::None, true}, activation());
     check_layer({{64, 1032, 5, 16, {900, 900}, five}, Activation::SwiGLU, true}, activation());
     check_layer({{24, 2048, 1, 32, {1664}, {0, -1}}, Activation::None, false, true}, activation());
+    check_layer({{50, 192, 1, 16, {1792}, {-1, 0}}, Activation::None, false, true},
+                activation());  // two blocks a cluster
+    check_layer({{64, 256, 2, 16, {896, 896}, {0, 1, -1}}, Activation::SwiGLU}, activation());
 }
 
 TEST_P(LoraRows, OtherLayersAreNotTaken) {
