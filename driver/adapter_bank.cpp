@@ -1,6 +1,7 @@
 #include "driver/adapter_bank.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "driver/inference.h"
 #include "runtime/device/convert_dtype.h"
@@ -30,7 +31,7 @@ AdapterBank::AdapterBank(const ParamTable& base, int64_t count, int64_t rank, DT
     for (const Param& p : table.params) {
         if (!is_linear_layer(p)) continue;
         plan.add("A", dtype, {adapters, int64_t(p.sources.size()) * R, p.cols}, 0, 0);
-        plan.add("B", dtype, {adapters, p.rows, R}, 0, 0);
+        plan.add("B", dtype, {p.rows, adapters, R}, 0, 0);
     }
     plan.assign_offsets();
 }
@@ -56,27 +57,30 @@ void AdapterBank::allocate(Stream stream, const Tensor& shared) {
 }
 
 void AdapterBank::store(int64_t i, const Param& p, const Update& u, Stream stream) const {
-    // Copies rows of `width` values to rows of `columns`.
-    const auto put = [&](const Tensor& to, const std::vector<float>& values, int64_t width) {
-        const int64_t columns = to.shape[1], count = int64_t(values.size()) / width;
-        std::vector<float> padded(size_t(count * columns), 0.0f);
-        for (int64_t row = 0; row < count; row++)
-            std::copy_n(values.begin() + row * width, width, padded.begin() + row * columns);
-        std::vector<char> bytes(padded.size() * size_t(dtype_size(dtype)));
-        convert_from_float(bytes.data(), dtype, padded.data(), int64_t(padded.size()));
+    // Copies rows of `width` values to columns [first, first + columns) of a matrix, filled up with zeros. Its other
+    // columns are read and written back.
+    const auto put = [&](const Tensor& to, int64_t first, int64_t columns, const std::vector<float>& values,
+                         int64_t width) {
+        const int64_t item = dtype_size(dtype), count = int64_t(values.size()) / width, stride = to.shape[1];
+        std::vector<char> bytes(size_t(count * stride * item));
+        if (columns < stride) copy_to_host(bytes.data(), to.data, bytes.size(), stream);
+        std::vector<float> row(size_t(columns), 0.0f);
+        for (int64_t n = 0; n < count; n++) {
+            std::copy_n(values.begin() + n * width, width, row.begin());
+            convert_from_float(bytes.data() + (n * stride + first) * item, dtype, row.data(), columns);
+        }
         copy_to_device(to.data, bytes.data(), bytes.size(), stream);
         synchronize(stream);  // `bytes` is a local variable
     };
-    const auto matrix = [&](const Tensor& t) {  // of this adapter
-        return make_tensor(static_cast<char*>(t.data) + i * t.stride[0] * dtype_size(dtype), dtype, t.device,
-                           {t.shape[1], t.shape[2]});
-    };
     BlockAdapters of_layer = layers[size_t(p.layer)];
     const AdapterWeights& w = of_role(of_layer, p.role);
-    size_t part = 0;
-    while (p.sources[part].row != u.row) part++;
-    put(matrix(w.a).rows(int64_t(part) * R, int64_t(part + 1) * R), u.a, p.cols);
-    put(matrix(w.b).rows(u.row, u.row + u.rows), u.b, u.rank);
+    const int64_t width = w.a.shape[1];
+    const Tensor a = make_tensor(w.a.data, dtype, w.a.device, {adapters * width, p.cols}),
+                 b = make_tensor(w.b.data, dtype, w.b.device, {p.rows, adapters * R});
+    int64_t part = 0;
+    while (p.sources[size_t(part)].row != u.row) part++;
+    put(a.rows(i * width + part * R, i * width + (part + 1) * R), 0, p.cols, u.a, p.cols);
+    put(b.rows(u.row, u.row + u.rows), i * R, R, u.b, u.rank);
 }
 
 void AdapterBank::store(int64_t i, const LoraAdapter& adapter, Stream stream) const {
@@ -86,6 +90,12 @@ void AdapterBank::store(int64_t i, const LoraAdapter& adapter, Stream stream) co
         require(!adapter.replaces(p), "the adapter replaces ", p.name, remedy);
         for (const LoraAdapter::Update& u : adapter.updates_of(p)) {
             require(is_linear_layer(p), "the adapter changes ", p.name, remedy);
+            // Kernels add 0 times another adapter's values (linear_with_adapters): those of a broken one would reach
+            // the rows of all.
+            const float most = dtype == DType::F16 ? 65504.0f : 3e38f;
+            require(std::all_of(u.b.begin(), u.b.end(), [&](float x) { return std::fabs(x) <= most; }),
+                    "the adapter's change of ", p.name, " has values that are not finite in ", dtype_name(dtype),
+                    "; train it again, or give a wider --dtype");
             store(i, p, {u.row, u.rows, u.rank, u.a, u.b}, stream);
         }
     }

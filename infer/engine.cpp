@@ -175,6 +175,7 @@ void Engine::plan_memory() {
         add(&pre_activation, "pre_activation", T, {N, c.fc_channels()}, FC, FC);
         keep(&tile_rows, "tile_rows", DType::I32, {tiles * LORA_TILE});
         keep(&tile_adapters, "tile_adapters", DType::I32, {tiles});
+        keep(&row_adapters, "row_adapters", DType::I32, {N});
     }
     own(&act, "act", T, {N, c.ffn}, FC, FCPROJ);
     if (c.norm_after) own(&unnormed, "unnormed", T, {N, c.channels}, PROJ, FCPROJ);
@@ -247,11 +248,11 @@ void Engine::allocate(const InferenceWeights& model_weights, const Tensor& share
         *tensor = memory.at(e.offset, e.dtype, e.shape);
     }
     const int64_t N = tokens.shape[0], B = options.slots;
-    staging = std::make_unique<Staging>(cache.table_bytes() + ((2 + cache.num_groups()) * N + 10 * B + 9) * 4 +
-                                            (dynamic_rope ? table.bytes() : 0) + B * (6 * 4 + 2 * 8) +
-                                            sampling_rows.bytes() + bytes_of(seen) + bytes_of(masks) +
-                                            bytes_of(prompt_targets) + bytes_of(tile_rows) + bytes_of(tile_adapters),
-                                        4);
+    staging = std::make_unique<Staging>(
+        cache.table_bytes() + ((2 + cache.num_groups()) * N + 10 * B + 9) * 4 + (dynamic_rope ? table.bytes() : 0) +
+            B * (6 * 4 + 2 * 8) + sampling_rows.bytes() + bytes_of(seen) + bytes_of(masks) + bytes_of(prompt_targets) +
+            bytes_of(tile_rows) + bytes_of(tile_adapters) + bytes_of(row_adapters),
+        4);
     const int64_t top = B * options.top_logprobs, result_row = 2 * B + 2 * top;
     results = HostMemory(host_alloc(size_t(result_row) * 8), host_free);
     if (options.prompt_logprobs)
@@ -305,7 +306,7 @@ void Engine::fill_memory() {
 // The tiles of a batch of N rows, as they were uploaded last.
 AdapterTiles Engine::adapter_tiles(int64_t N) const {
     const int64_t count = max_adapter_tiles(N, options.adapters);
-    return {tile_rows.rows(0, count * LORA_TILE), tile_adapters.rows(0, count)};
+    return {tile_rows.rows(0, count * LORA_TILE), tile_adapters.rows(0, count), row_adapters.rows(0, N)};
 }
 
 // Null where the rows are computed without adapters. With a promise of bits all rows are computed alike.
@@ -317,6 +318,7 @@ std::optional<AdapterTiles> Engine::upload_adapters(const std::vector<int32_t>& 
     const AdapterTiles tiles = adapter_tiles(int64_t(adapter_of_row.size()));
     staging->put(tiles.rows.data, host.rows.data(), tiles.rows.bytes(), stream);
     staging->put(tiles.adapters.data, host.adapters.data(), tiles.adapters.bytes(), stream);
+    staging->put(tiles.of_row.data, adapter_of_row.data(), tiles.of_row.bytes(), stream);
     return tiles;
 }
 
@@ -359,7 +361,7 @@ void Engine::count_weight_bytes() {
 void Engine::prepare_graphs() {
     const int64_t B = options.slots;
     if (!graphs_replay() || forward) return;
-    for (const Tensor& t : {step_positions, slot_ids, tile_rows, tile_adapters})
+    for (const Tensor& t : {step_positions, slot_ids, tile_rows, tile_adapters, row_adapters})
         if (t) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
     for (const Tensor& t : {ids, sequences, steps, buffer_index}) device_fill(t.data, 0, size_t(t.bytes()), stream);
     std::vector<SamplingRow> sampling;
@@ -371,6 +373,10 @@ void Engine::prepare_graphs() {
     if (!options.batch_invariant && B > LINEAR_SMALL_N) {
         matmul_tuning(true, stream);
         decode_step(B, bucket(1, options.context));
+        const uint32_t classes = step_classes;
+        step_classes |= ADAPTERS;  // other matmuls, without activations
+        if (options.adapters) decode_step(B, bucket(1, options.context));
+        step_classes = classes;
         matmul_tuning(false, stream);
     }
     for (int64_t n = options.all_batch_sizes ? 1 : B; n <= B; n = step_rows(n + 1)) {
@@ -425,6 +431,10 @@ void Engine::adapted_layer(const LinearOutput& output, Tensor inp, const NormWei
     const int64_t N = inp.shape[0];
     const Tensor from = n.weight ? normed.rows(0, N) : inp;
     if (n.weight) norm(from, inp, n);
+    // With a promise of bits all layers are computed by kernels that keep it.
+    if (adapters.a && !options.batch_invariant &&
+        linear_with_adapters(output, from, w, adapters, tiles, scratch, stream))
+        return;
     const bool activates = output.activation != Activation::None;
     const Tensor y = activates ? pre_activation.rows(0, N) : output.out;
     linear({y, Activation::None, output.residual}, from, {}, w, scratch, batch_invariant, stream);

@@ -333,17 +333,17 @@ class Engine {
     std::unique_ptr<Staging> staging;
 
     // A pass over N tokens.
-    Tensor tokens, positions, iota;   // [N] int32; iota: 0 … N − 1
-    std::vector<Tensor> rows;         // [N] int32: of the new keys, by group of layers (infer/kv_cache.h)
-    Tensor cum_q, cum_k, pass_slots;  // [slots + 1], [slots + 1], [slots] int32: of the chunks
-    Tensor copied_from, copied_to;    // [slots] int32: pages
-    Tensor x, qkv, att, act;          // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
-    Tensor normed;                    // gated_linear and adapters: [N, C]
-    Tensor gate, linear_att;          // gated_linear: [N, NKV] fp32, att before the head norm
-    Tensor low_rank, pre_activation;  // adapters: fp32, [N, outputs of fc]
-    Tensor tile_rows, tile_adapters;  // AdapterTiles of N rows
-    Tensor unnormed;                  // norms after attention and the MLP: [N, C], what they read
-    Tensor past_s, past_z;            // [slots, NKV, HS, HS], [slots, NKV, HS]: a layer's states
+    Tensor tokens, positions, iota;                 // [N] int32; iota: 0 … N − 1
+    std::vector<Tensor> rows;                       // [N] int32: of the new keys, by group of layers (infer/kv_cache.h)
+    Tensor cum_q, cum_k, pass_slots;                // [slots + 1], [slots + 1], [slots] int32: of the chunks
+    Tensor copied_from, copied_to;                  // [slots] int32: pages
+    Tensor x, qkv, att, act;                        // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
+    Tensor normed;                                  // gated_linear and adapters: [N, C]
+    Tensor gate, linear_att;                        // gated_linear: [N, NKV] fp32, att before the head norm
+    Tensor low_rank, pre_activation;                // adapters: fp32, [N, outputs of fc]
+    Tensor tile_rows, tile_adapters, row_adapters;  // AdapterTiles of N rows
+    Tensor unnormed;                                // norms after attention and the MLP: [N, C], what they read
+    Tensor past_s, past_z;                          // [slots, NKV, HS, HS], [slots, NKV, HS]: a layer's states
     Tensor scratch, attention_scratch, decode_scratch, step_scratch;  // bytes
     Tensor table;  // [context, R/2, 2]; with dynamic_rope [N, R/2, 2]: the angles of each token of the pass
     // A step over B sequences.

@@ -1,8 +1,17 @@
 // Linear layers of a decode step with their norm, activation and residual: GEMV, small-batch GEMM and, with 512 rows,
 // the library. Shapes of GPT-2 124M and of a LLaMA model of 1.2B parameters.
+//
+//   adapters_none    a linear layer without a norm, as in a step without adapters: q|k|v (three parts), gate|up with
+//                    SwiGLU (two) or one with a residual
+//   adapters_apart   the same with 8 adapters of rank 16 in turns: linear(), adapters_shrink(), adapters_expand() and
+//                    the activation
+//   adapters_joined  the same by linear_with_adapters()
 #include "kernels/generation/linear.h"
 
 #include "dev/bench/bench_util.h"
+#include "kernels/activation.h"
+#include "kernels/generation/lora_rows.h"
+#include "kernels/matmul.h"
 #include "kernels/packed_weight.h"
 #include "runtime/device/blas_stream.h"
 
@@ -70,6 +79,55 @@ void linear_residual(benchmark::State& state, DType T) {
     layer(state, T, false, Activation::None);
 }
 
+enum class Adapters { None, Apart, Joined };
+
+void adapted_layer(benchmark::State& state, DType T, Adapters how) {
+    const int64_t N = state.range(0), C = state.range(1), OC = state.range(2), parts = state.range(3);
+    constexpr int64_t ADAPTERS = 8, R = 16;
+    const Activation f = parts == 2 ? Activation::SwiGLU : Activation::None;
+    const BenchArray out(T, {N, parts == 2 ? OC / 2 : OC}), sums(T, {N, OC}), inp(T, {N, C}), weight(T, {OC, C}, 0.02f),
+        a(T, {ADAPTERS, parts * R, C}, 0.02f), b(T, {OC, ADAPTERS, R}, 0.02f),
+        low_rank({adapter_splits(C), N, parts * R}), scratch = BenchArray::bytes(linear_scratch(N, C, OC, T));
+    std::vector<int32_t> of_row;
+    for (int64_t n = 0; n < N; n++) of_row.push_back(int32_t(n % ADAPTERS));
+    const HostAdapterTiles host = tiles_of_adapters(of_row, ADAPTERS);
+    const BenchArray rows = BenchArray::ints(host.rows), adapters = BenchArray::ints(host.adapters),
+                     all = BenchArray::ints(of_row);
+    const AdapterTiles tiles{rows, adapters, all};
+    AdapterWeights w{a, b, {OC}};
+    if (parts == 2) w.part_ends = {OC / 2, OC};
+    if (parts == 3) w.part_ends = {OC * 2 / 3, OC * 5 / 6, OC};
+    const Tensor residual = parts == 1 ? out.tensor() : Tensor{};
+    const bool apart = how == Adapters::Apart && f != Activation::None;  // the activation, too
+    const auto run = [&] {
+        if (how == Adapters::Joined)
+            return linear_with_adapters({out, f, residual}, inp, {weight}, w, tiles, scratch, stream());
+        const Tensor y = apart ? sums.tensor() : out.tensor();
+        linear({y, apart ? Activation::None : f, residual}, inp, {}, {weight}, scratch, false, stream());
+        if (how == Adapters::None) return true;
+        adapters_shrink(low_rank, inp, w, tiles, stream());
+        adapters_expand(y, low_rank, w, tiles, stream());
+        if (apart) activation_forward(f, out, y, stream());
+        return true;
+    };
+    matmul_tuning(true, stream());
+    const bool runs = run();
+    matmul_tuning(false, stream());
+    if (!runs) return skip_bench(state, "linear_with_adapters() does not take this");
+    run_bench(
+        state, [&] { run(); }, stream());
+    report_bytes(state, weight.bytes() + (how == Adapters::None ? 0 : a.bytes() + b.bytes()));
+}
+void adapters_none(benchmark::State& state, DType T) {
+    adapted_layer(state, T, Adapters::None);
+}
+void adapters_apart(benchmark::State& state, DType T) {
+    adapted_layer(state, T, Adapters::Apart);
+}
+void adapters_joined(benchmark::State& state, DType T) {
+    adapted_layer(state, T, Adapters::Joined);
+}
+
 const std::vector<std::string> NAMES = {"N", "C", "OC"};
 BENCH(norm_linear, NAMES, (Sizes{{1, 768, 2304}, {8, 768, 2304}, {1, 768, 50304}, {512, 768, 2304}}),
       (Sizes{{1, 768, 2304},
@@ -85,6 +143,12 @@ BENCH(norm_linear_gelu, NAMES, (Sizes{{1, 768, 3072}}),
 BENCH(norm_linear_swiglu, NAMES, (Sizes{{1, 576, 3072}}), (Sizes{{1, 2048, 16384}, {8, 2048, 16384}}));
 BENCH(linear_residual, NAMES, (Sizes{{1, 768, 768}, {1, 3072, 768}, {512, 3072, 768}}),
       (Sizes{{1, 768, 768}, {1, 3072, 768}, {64, 768, 768}, {64, 3072, 768}, {1, 8192, 2048}}));
+const std::vector<std::string> ADAPTER_NAMES = {"N", "C", "OC", "parts"};
+const Sizes ADAPTERS_CPU = {{8, 576, 960, 3}},
+            ADAPTERS_GPU = {{64, 2048, 3072, 3}, {64, 2048, 2048, 1}, {64, 2048, 16384, 2}, {64, 8192, 2048, 1}};
+BENCH(adapters_none, ADAPTER_NAMES, ADAPTERS_CPU, ADAPTERS_GPU);
+BENCH(adapters_apart, ADAPTER_NAMES, ADAPTERS_CPU, ADAPTERS_GPU);
+BENCH(adapters_joined, ADAPTER_NAMES, ADAPTERS_CPU, ADAPTERS_GPU);
 const Sizes PACKED_CPU = {{1, 576, 576},  {1, 576, 3072}, {1, 1536, 576},   {1, 576, 49152},
                           {4, 576, 3072}, {8, 576, 3072}, {512, 576, 3072}, {512, 1536, 576}},
             PACKED_GPU = {{1, 2048, 16384}, {8, 2048, 16384}, {64, 2048, 16384}, {512, 2048, 16384}};

@@ -41,12 +41,13 @@ struct RandomAdapters {
                 const AdapterWeights& w =
                     *std::array{&block.qkv, &block.proj, &block.fc, &block.fcproj}[size_t(linear)];
                 const std::vector<float> a = fetch_floats(from.ctx, w.a), b = fetch_floats(from.ctx, w.b);
+                const int64_t count = w.a.shape[0];
                 for (size_t part = 0; part < p.sources.size(); part++)
                     for (int64_t row = p.sources[part].row; row < p.sources[part].row + p.sources[part].rows; row++)
                         for (int64_t c = 0; c < p.cols; c++) {
                             double sum = 0;
                             for (int64_t r = 0; r < R; r++)
-                                sum += double(b[size_t((i * p.rows + row) * R + r)]) *
+                                sum += double(b[size_t((row * count + i) * R + r)]) *
                                        double(a[size_t(
                                            ((i * int64_t(p.sources.size()) + int64_t(part)) * R + r) * p.cols + c)]);
                             values[size_t(row * p.cols + c)] += float(sum);

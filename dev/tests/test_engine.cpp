@@ -133,6 +133,37 @@ TEST_P(ModelVariants, AdaptersOfRowsEqualMergedOnes) {
 
 INSTANTIATE_TEST_SUITE_P(Reference, ModelVariants, testing::ValuesIn(MODEL_VARIANTS), variant_name);
 
+// More rows than the batch-invariant kernels take at once, of a model whose linear layers have adapters in their sums
+// on Hopper GPUs (linear_with_adapters): both the prompts' pass and the steps.
+TEST(Engine, AdaptersOfManyRowsEqualMergedOnes) {
+    ModelConfig c = long_config();
+    c.channels = 64;
+    c.heads = 4;
+    c.head_size = 16;
+    for (const DType dtype : generation_dtypes(c)) {
+        Driver d(c, training_shape(1, 16, dtype)), merged(c, training_shape(1, 16, DType::F32));
+        d.randomise(3);
+        const RandomAdapters adapters(d.model, 1, 8);
+        adapters.merge_into(merged, d, 0);
+        Generation g(d.model, engine_options(12, 14), &adapters, 1);
+        std::vector<Prompt> prompts;
+        std::vector<std::vector<int32_t>> sequences;
+        for (int64_t i = 0; i < 12; i++) {
+            prompts.push_back({i, random_tokens(c, 3 + i % 4, uint64_t(i)), 0, 0});
+            prompts.back().adapter = i % 3 ? 0 : -1;
+            sequences.push_back(prompts.back().tokens);
+        }
+        for (int step = 0; step < 4; step++) {
+            const std::vector<std::vector<float>> logits = step ? g.decode() : g.prefill(prompts);
+            for (size_t i = 0; i < prompts.size(); i++) {
+                expect_same_logits(logits[i], logits_after(prompts[i].adapter < 0 ? d : merged, sequences[i]),
+                                   str(dtype_name(dtype), ", sequence ", i, " step ", step), dtype);
+                sequences[i].push_back(g.sampled[i]);
+            }
+        }
+    }
+}
+
 // Contexts that are longer than a KV split of attention, and longer than a pass, so that the prompt is split.
 TEST_P(GenerationByType, LongContexts) {
     std::vector<int64_t> lengths = {63, 64, 600, 1025, 4097};

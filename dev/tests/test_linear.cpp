@@ -2,7 +2,7 @@
 // row's result does not depend on the other rows of its batch.
 #include "kernels/generation/linear.h"
 
-#include "dev/oracle/reference.h"
+#include "dev/tests/activation_oracle.h"
 #include "dev/tests/packed_fixture.h"
 #include "dev/tests/test_util.h"
 #include "kernels/nf4.h"
@@ -27,15 +27,6 @@ struct Case {
 Stream stream() {
     static const Stream created = create_blas_stream();
     return created;
-}
-
-// f(y) where y is known up to y.mag. The slope of ReLU² is 0 below 0: it is taken at the largest y that a bf16 rounding
-// may give, or else a result next to an exact 0 would be allowed no error.
-reference::Value apply(Activation f, reference::Value y) {
-    const reference::Value z = f == Activation::GELU ? reference::gelu(y.value) : reference::relu2(y.value);
-    const reference::Value slope =
-        f == Activation::GELU ? reference::gelu_gradient(y.value) : reference::relu2_gradient(y.value + 0x1p-8 * y.mag);
-    return {z.value, z.mag + std::fabs(slope.value) * y.mag};
 }
 
 reference::Values oracle(const Case& c, const std::vector<double>& x, const std::vector<double>& w,
@@ -63,16 +54,7 @@ reference::Values oracle(const Case& c, const std::vector<double>& x, const std:
     const auto at = [&](int64_t i) { return reference::Value{y.value[size_t(i)], y.mag[size_t(i)]}; };
     for (int64_t n = 0; n < c.N; n++)
         for (int64_t o = 0; o < columns; o++) {
-            reference::Value v = at(n * c.OC + o);
-            if (c.f == Activation::GELU || c.f == Activation::ReLU2) v = apply(c.f, v);
-            if (c.f == Activation::SwiGLU) {
-                const reference::Value up = at(n * c.OC + columns + o);
-                const reference::Logistic s = reference::logistic(v.value);
-                const double silu = v.value * s.value.value;
-                const double slope = s.value.value + v.value * s.derivative.value;
-                v = {silu * up.value, std::fabs(v.value * up.value) * s.value.mag +
-                                          std::fabs(slope * up.value) * v.mag + std::fabs(silu) * up.mag};
-            }
+            reference::Value v = activated(c.f, at(n * c.OC + o), at(n * c.OC + o + c.OC - columns));
             if (c.residual) v.add(residual[size_t(n * columns + o)]);
             out.set(n * columns + o, v);
         }

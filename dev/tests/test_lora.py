@@ -217,6 +217,11 @@ class Lora(CommandsTest):
                 options = ["--base", base] if model == path else []
                 self.refused(1, [f"--adapter {adapter}", *words], "sample", "--model", model, *options, "--adapter",
                              adapter, "--random-weights")
+        broken = next(name for name in read_safetensors(os.path.join(second, "adapter_model.safetensors"))
+                      if "up_proj.lora_B" in name)
+        self.set_tensors(second, lambda tensors: tensors.update({broken: tensors[broken] * np.float32(np.inf)}))
+        self.refused(1, ["the adapter's change of", "not finite in fp32", "--dtype"], "sample", "--model", base, "--adapter",
+                     path, "--adapter", second)
         self.set_config(second, r=520)
         zeros = {name: np.zeros((520, x.shape[1]) if "A" in name else (x.shape[0], 520), "<f4")
                  for name, x in read_safetensors(os.path.join(path, "adapter_model.safetensors")).items()}

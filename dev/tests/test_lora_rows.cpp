@@ -4,8 +4,11 @@
 
 #include <cmath>
 
-#include "dev/oracle/reference.h"
+#include "dev/tests/activation_oracle.h"
 #include "dev/tests/test_util.h"
+#include "kernels/activation.h"
+#include "runtime/device/blas_stream.h"
+#include "runtime/device/target.h"
 
 namespace {
 
@@ -30,7 +33,7 @@ struct Arrays {
         : x(TestArray::random(T, {c.N, c.C + c.gap}, 1)),
           y(TestArray::random(T, {c.N, c.OC() + c.gap}, 2)),
           a(TestArray::random(T, {c.adapters, int64_t(c.part_rows.size()) * c.R, c.C}, 3, 1 / std::sqrt(double(c.C)))),
-          b(TestArray::random(T, {c.adapters, c.OC(), c.R}, 4, 1 / std::sqrt(double(c.R)))),
+          b(TestArray::random(T, {c.OC(), c.adapters, c.R}, 4, 1 / std::sqrt(double(c.R)))),
           weights{a, b, {}} {
         int64_t end = 0;
         for (size_t p = 0; p < c.part_rows.size(); p++) weights.part_ends[p] = end += c.part_rows[p];
@@ -78,7 +81,7 @@ void check(const Case& c, DType T) {
                         h += term;
                         mag += std::fabs(term);
                     }
-                    const double weight = b[size_t((c.adapter(n) * OC + o) * c.R + r)];
+                    const double weight = b[size_t((o * c.adapters + c.adapter(n)) * c.R + r)];
                     sum.add(weight * h, std::fabs(weight) * mag);
                 }
             }
@@ -110,6 +113,157 @@ TEST_P(LoraRows, MatchesOracle) {
 
 INSTANTIATE_DTYPES(LoraRows);
 
+// A whole linear layer of rows with adapters, as the engine computes it. `taken`: by linear_with_adapters(), on a
+// Hopper GPU in 16 bits.
+struct Layer {
+    Case rows;
+    Activation f = Activation::None;
+    bool bias = false, residual = false, taken = true;
+
+    int64_t columns() const { return f == Activation::SwiGLU ? rows.OC() / 2 : rows.OC(); }
+};
+
+struct LayerArrays : Arrays {
+    TestArray weight, bias, residual;
+    LayerArrays(const Layer& l, DType T)
+        : Arrays(l.rows, T),
+          weight(TestArray::random(T, {l.rows.OC(), l.rows.C + l.rows.gap}, 5, 1 / std::sqrt(double(l.rows.C)))),
+          bias(TestArray::random(T, {l.rows.OC()}, 6)),
+          residual(TestArray::random(T, {l.rows.N, l.columns() + l.rows.gap}, 7)) {}
+};
+
+Stream stream() {
+    static const Stream created = create_blas_stream();
+    return created;
+}
+
+// Rows `chosen` alone; a row keeps its adapter.
+std::vector<double> run_layer(const Layer& l, const LayerArrays& a, DType T, const std::vector<int64_t>& chosen) {
+    const Case& c = l.rows;
+    const int64_t N = int64_t(chosen.size()), OC = c.OC(), columns = l.columns(), ld = columns + c.gap;
+    std::vector<double> x, residual;
+    std::vector<int32_t> adapter_of_row;
+    for (const int64_t n : chosen) {
+        const double *from = a.x.data() + n * (c.C + c.gap), *added = a.residual.data() + n * ld;
+        x.insert(x.end(), from, from + c.C + c.gap);
+        residual.insert(residual.end(), added, added + ld);
+        adapter_of_row.push_back(c.adapter(n));
+    }
+    const HostAdapterTiles host = tiles_of_adapters(adapter_of_row, c.adapters);
+    const int64_t tiles = int64_t(host.adapters.size()), parts = int64_t(c.part_rows.size());
+    const TestArray in = TestArray::of(T, x, {N, c.C + c.gap}), added = TestArray::of(T, residual, {N, ld}),
+                    out = TestArray::poisoned(T, {N, ld}), y = TestArray::poisoned(T, {N, OC}),
+                    rows = TestArray::ints(host.rows, {tiles * LORA_TILE}),
+                    adapters = TestArray::ints(host.adapters, {tiles}), of_row = TestArray::ints(adapter_of_row, {N}),
+                    low_rank = TestArray::poisoned({adapter_splits(c.C), N, parts * c.R}),
+                    scratch = TestArray::scratch(linear_scratch(N, c.C, OC, T));
+    const AdapterTiles of{rows, adapters, of_row};
+    const Tensor inp = in.tensor().columns(0, c.C), to = out.tensor().columns(0, columns);
+    const LinearOutput output{to, l.f, l.residual ? added.tensor().columns(0, columns) : Tensor{}};
+    const LinearWeights weights{a.weight.tensor().columns(0, c.C), l.bias ? a.bias.tensor() : Tensor{}};
+    const bool taken = linear_with_adapters(output, inp, weights, a.weights, of, scratch, stream());
+    EXPECT_EQ(taken, l.taken && N > LINEAR_SMALL_N && T != DType::F32 && this_target().hopper);
+    if (!taken) {
+        const Tensor sums = l.f == Activation::None ? to : y.tensor();
+        linear({sums, Activation::None, output.residual}, inp, {}, weights, scratch, false, stream());
+        adapters_shrink(low_rank, inp, a.weights, of, stream());
+        adapters_expand(sums, low_rank, a.weights, of, stream());
+        if (l.f != Activation::None) activation_forward(l.f, to, sums, stream());
+    }
+    synchronize(stream());
+    expect_gaps_untouched("out", out.fetch(), ld, columns);
+    return take_columns(out.fetch(), ld, columns);
+}
+
+reference::Values layer_oracle(const Layer& l, const LayerArrays& arrays) {
+    const Case& c = l.rows;
+    const std::vector<double> x = take_columns(arrays.x.values(), c.C + c.gap, c.C),
+                              w = take_columns(arrays.weight.values(), c.C + c.gap, c.C);
+    const int64_t OC = c.OC(), columns = l.columns(), parts = int64_t(c.part_rows.size());
+    const auto dot = [&](const double* row, const double* weights) {
+        reference::Value sum;
+        for (int64_t i = 0; i < c.C; i++) sum.add(row[i] * weights[i]);
+        return sum;
+    };
+    reference::Values out(c.N * columns);
+    std::vector<reference::Value> y(static_cast<size_t>(OC)), h(static_cast<size_t>(parts * c.R));
+    for (int64_t n = 0; n < c.N; n++) {
+        const double* const row = &x[size_t(n * c.C)];
+        const int64_t adapter = c.adapter(n);
+        for (int64_t j = 0; adapter >= 0 && j < parts * c.R; j++)
+            h[size_t(j)] = dot(row, arrays.a.data() + (adapter * parts * c.R + j) * c.C);
+        for (int64_t o = 0, part = 0, end = c.part_rows[0]; o < OC; o++) {
+            if (o == end) end += c.part_rows[size_t(++part)];
+            reference::Value& sum = y[size_t(o)] = dot(row, &w[size_t(o * c.C)]);
+            if (l.bias) sum.add(arrays.bias.values()[size_t(o)]);
+            for (int64_t r = 0; adapter >= 0 && r < c.R; r++) {
+                const double b = arrays.b.values()[size_t((o * c.adapters + adapter) * c.R + r)];
+                const reference::Value& of = h[size_t(part * c.R + r)];
+                sum.add(b * of.value, std::fabs(b) * of.mag);
+            }
+        }
+        for (int64_t o = 0; o < columns; o++) {
+            reference::Value v = activated(l.f, y[size_t(o)], y[size_t(o + OC - columns)]);
+            if (l.residual) v.add(arrays.residual.values()[size_t(n * (columns + c.gap) + o)]);
+            out.set(n * columns + o, v);
+        }
+    }
+    return out;
+}
+
+void check_layer(const Layer& l, DType T) {
+    const Case& c = l.rows;
+    SCOPED_TRACE(str("layer: N ", c.N, " C ", c.C, " adapters ", c.adapters, " R ", c.R, " OC ", c.OC()));
+    const LayerArrays a(l, T);
+    std::vector<int64_t> all, some;
+    for (int64_t n = 0; n < c.N; n++) {
+        all.push_back(n);
+        if (n % 3 || c.N < 15) some.insert(some.begin(), n);
+    }
+    const std::vector<double> got = run_layer(l, a, T, all);
+    const reference::Values ref = layer_oracle(l, a);
+    const int64_t columns = l.columns();
+    expect_close("out", got, ref.value, ref.mag, c.C + c.R, columns, T, 3);
+    if (!l.taken || T == DType::F32 || !this_target().hopper) return;
+    const std::vector<double> others = run_layer(l, a, T, some);  // in another order, too
+    for (size_t i = 0; i < some.size(); i++) {
+        const auto row = [&](const std::vector<double>& from, int64_t n) {
+            return std::vector<double>(from.begin() + n * columns, from.begin() + (n + 1) * columns);
+        };
+        expect_same_bits("a row among others", row(got, some[i]), row(others, int64_t(i)));
+    }
+}
+
+TEST_P(LoraRows, LayersMatchOracle) {
+    const std::vector<int32_t> three = {2, -1, 0, 1, 1}, five = {4, 0, 3, -1, 1, 2, 0};
+    check_layer({{9, 128, 2, 8, {64, 32, 32}, {1, 0, -1}}}, activation());
+    check_layer({{17, 256, 1, 64, {50, 50}, {0, -1}, 8}, Activation::SwiGLU}, activation());
+    check_layer({{33, 1536, 5, 8, {200}, five, 24}, Activation::None, true, true}, activation());
+    check_layer({{12, 320, 3, 16, {96}, three}, Activation::GELU, true}, activation());
+    check_layer({{40, 72, 1, 8, {64, 7}, {0}}, Activation::ReLU2}, activation());
+    check_layer({{64, 4160, 3, 8, {70}, three}}, activation());  // a block has more panels than the ring has stages
+    check_layer({{64, 128, 2, 8, {64, 32, 32}, {1, 0, -1}, 8}, Activation::None, true, true}, activation());
+    // Enough outputs for blocks of 128 of them.
+    check_layer({{40, 512, 3, 24, {1024, 320, 320}, three, 8}, Activation::None, true}, activation());
+    check_layer({{64, 1032, 5, 16, {900, 900}, five}, Activation::SwiGLU, true}, activation());
+    check_layer({{24, 2048, 1, 32, {1664}, {0, -1}}, Activation::None, false, true}, activation());
+    check_layer({{50, 192, 1, 16, {1792}, {-1, 0}}, Activation::None, false, true},
+                activation());  // two blocks a cluster
+    check_layer({{64, 256, 2, 16, {896, 896}, {0, 1, -1}}, Activation::SwiGLU}, activation());
+}
+
+TEST_P(LoraRows, OtherLayersAreNotTaken) {
+    const auto other = [](Case c) { return Layer{std::move(c), Activation::None, false, false, false}; };
+    check_layer(other({8, 128, 2, 8, {64}, {0, 1}}), activation());
+    check_layer(other({65, 128, 2, 8, {64}, {0, 1}}), activation());
+    check_layer(other({20, 128, 3, 24, {64}, {0, 2}}), activation());      // more than half as many columns as C
+    check_layer(other({20, 128, 1, 8, {24, 40}, {0, -1}}), activation());  // two parts in half a block
+    check_layer(other({20, 100, 2, 8, {64}, {0, -1}}), activation());      // rows that are not aligned
+    Layer gated = other({20, 128, 1, 8, {40, 20, 20}, {0, -1}});
+    gated.f = Activation::SwiGLU;
+    check_layer(gated, activation());
+}
+
 TEST(LoraRowsTiles, HoldEachRowOnce) {
     for (const int64_t N : {1, 7, 8, 9, 64, 100}) {
         for (const int64_t adapters : {1, 3, 8}) {
@@ -130,7 +284,7 @@ TEST(LoraRowsTiles, HoldEachRowOnce) {
 
 TEST(LoraRowsArguments, InvalidArgumentsAreErrors) {
     const TestArray x = TestArray::random({2, 4}, 1), y = TestArray::random({2, 6}, 2),
-                    a = TestArray::random({1, 16, 4}, 3), b = TestArray::random({1, 6, 8}, 4),
+                    a = TestArray::random({1, 16, 4}, 3), b = TestArray::random({6, 1, 8}, 4),
                     low_rank = TestArray::poisoned({adapter_splits(4), 2, 16}),
                     rows = TestArray::ints(std::vector<int32_t>(8, -1), {8}), none = TestArray::ints({-1}, {1});
     const auto shrink = [&](AdapterWeights w, const Tensor& to) { adapters_shrink(to, x, w, {rows, none}, {}); };
@@ -150,7 +304,7 @@ TEST(LoraRowsArguments, InvalidArgumentsAreErrors) {
             shrink({a, b, {3, 6}}, x);
         },
         str("adapters_shrink: low_rank is fp32 [2, 4], expected fp32 [", adapter_splits(4), ", 2, 16]"));
-    const TestArray odd = TestArray::random({1, 6, 5}, 4);
+    const TestArray odd = TestArray::random({6, 1, 5}, 4);
     expect_error(
         [&] {
             shrink({a, odd, {3, 6}}, low_rank);

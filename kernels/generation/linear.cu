@@ -8,6 +8,7 @@
 #include "kernels/cuda/tma.cuh"
 #include "kernels/generation/linear.cuh"
 #include "kernels/generation/linear_check.h"
+#include "kernels/generation/lora_rows_check.h"
 #include "kernels/matmul.h"
 #include "kernels/packed_weight.h"
 
@@ -107,6 +108,22 @@ void linear_in_dtype(const LinearSizes& z, const LinearOutput& output, const Ten
     matmul_forward_add(out, x, weight, bias, residual, stream);
 }
 
+// The first part of the scratch, which would hold the normalised input, gets low_rank.
+template <typename T>
+AdapterParams<T> make_adapter_params(const AdapterWeights& w, const AdapterTiles& tiles, const Tensor& scratch,
+                                     int64_t parts) {
+    AdapterParams<T> a{};
+    a.a = w.a.as<T>();
+    a.b = w.b.as<T>();
+    a.adapter_of_row = tiles.of_row.as<int32_t>();
+    a.low_rank = static_cast<T*>(scratch.data);
+    a.adapters = int(w.a.shape[0]);
+    a.parts = int(parts);
+    a.R = int(w.b.shape[2]);
+    for (size_t i = 0; i < size_t(parts); i++) a.part_ends[i] = int(w.part_ends[i]);
+    return a;
+}
+
 // Rows of C weights that are dequantised at a time: 64 MiB of 16-bit weights, so that the library still has large
 // matrices. A multiple of 1,024 rows, where a group of NF4's scales ends.
 int64_t tile_rows(int64_t C, int64_t OC) {
@@ -190,4 +207,28 @@ void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const
     if (z.N == 0 || z.OC == 0) return;
     const bool in_dtype = !weights.packed && !weights.nf4;
     (in_dtype ? linear_in_dtype : linear_packed)(z, output, inp, norm, weights, scratch, batch_invariant, stream);
+}
+
+bool linear_with_adapters(const LinearOutput& output, Tensor inp, const LinearWeights& weights,
+                          const AdapterWeights& adapters, const AdapterTiles& tiles, Tensor scratch, Stream stream) {
+    const char* op = "linear_with_adapters";
+    const DType dtype = check_activation_dtype(op, "inp", inp);
+    const LinearSizes z = check_linear(op, dtype, output, inp, {}, weights, scratch);
+    const int64_t parts = check_adapter_weights(op, dtype, adapters), width = adapters.a.shape[0] * adapters.a.shape[1];
+    check_tensor(op, "A", adapters.a, dtype, {adapters.a.shape[0], adapters.a.shape[1], z.C});
+    check_tensor(op, "B", adapters.b, dtype, {z.OC, adapters.a.shape[0], adapters.b.shape[2]});
+    check_tensor(op, "tiles.of_row", tiles.of_row, DType::I32, {z.N}, Given::Optional);
+    if (z.N <= LINEAR_SMALL_N || z.N > SMALL_BATCH_MAX_N || weights.packed || weights.nf4 || !tiles.of_row ||
+        2 * width > z.C || !start_aligned(adapters.a) || !start_aligned(adapters.b) || !start_aligned(scratch))
+        return false;
+    bool done = false;
+#ifdef HAVE_SM90A
+    dispatch_dtype(op, dtype, [&](auto zero) {
+        using T = decltype(zero);
+        if constexpr (sizeof(T) == 2)
+            done = linear_adapters_hopper(op, make_params<T>(z, output, inp, {}, weights),
+                                          make_adapter_params<T>(adapters, tiles, scratch, parts), stream);
+    });
+#endif
+    return done;
 }

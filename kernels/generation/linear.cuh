@@ -48,6 +48,21 @@ bool linear_small_batch(const char* op, const LinearParams<T>& p, Stream stream)
 template <typename T>
 bool linear_small_batch_hopper(const char* op, const LinearParams<T>& p, Stream stream);
 
+// The adapters of a linear layer whose rows use several (lora_rows.h).
+template <typename T>
+struct AdapterParams {
+    const T *a, *b;  // [adapters, parts·R, C], [OC, adapters·R]
+    const int32_t* adapter_of_row;
+    T* low_rank;  // [N, parts, adapters·R]
+    int adapters, parts, R;
+    int part_ends[3];
+};
+
+// A linear layer without a norm and its adapters, on Hopper GPUs: up to 64 rows of inp of 16-bit elements, any C and OC
+// (linear_adapters_hopper.cu). Two launches. False where the shape is not supported.
+template <typename T>
+bool linear_adapters_hopper(const char* op, const LinearParams<T>& p, const AdapterParams<T>& a, Stream stream);
+
 // Brings a vector of n elements, or null, to L2.
 template <int THREADS>
 __device__ __forceinline__ void prefetch_vector(const float* data, int64_t n) {

@@ -28,14 +28,9 @@
 // not outnumber an H100's 132 SMs. S = 2 would take 6 panels a block, too many with a norm; S = 3 takes 4 and 108
 // blocks; S = 4 would take 144 blocks. A block of S = 3 has 4,160 + 1,024 + 4·16,384 + 20,736 = 91,456 bytes of shared
 // memory.
-#include "kernels/cuda/cluster.cuh"
-#include "kernels/cuda/mlp_activation.cuh"
 #include "kernels/cuda/pdl.cuh"
 #include "kernels/cuda/row_statistics.cuh"
-#include "kernels/cuda/tma.cuh"
-#include "kernels/cuda/warp_tile.cuh"
-#include "kernels/cuda/wgmma.cuh"
-#include "kernels/generation/linear.cuh"
+#include "kernels/generation/linear_cluster.cuh"
 
 namespace {
 
@@ -44,8 +39,7 @@ constexpr int THREADS = 512, WARPS = THREADS / WARP;
 constexpr int WARPGROUP_OC = 32;     // rows of weight of a warpgroup; two of the four multiply
 constexpr int PITCH = BLOCK_OC + 8;  // floats from one row's sums to the next row's, which begin in other banks
 constexpr int W = 8;                 // elements of 16 bytes
-constexpr int MAX_CLUSTER = 8;
-constexpr int MAX_PANELS = 6;                              // of a slice
+constexpr int MAX_PANELS = 6;        // of a slice
 constexpr int MAX_NORM_PANELS = WARP * W / PANEL_COLUMNS;  // the same with a norm: a lane has 16 bytes of a row
 
 // How C is distributed over a cluster.
@@ -162,12 +156,6 @@ __device__ __forceinline__ void normalize_rows(unsigned char* tile, Shared& shar
     }
 }
 
-// The two groups of 32 rows of weight of a block: two halves of 64 consecutive rows, or with SwiGLU 32 rows of gate and
-// the same of up.
-struct WeightRows {
-    int first, second;
-};
-
 // One thread initialises the mbarriers and starts the loads of the weights.
 __device__ __forceinline__ void load_weights(Shared& shared, const Tiles& tiles, const CUtensorMap& weight_map,
                                              const WeightRows& rows, int first_column, int panels, bool has_norm,
@@ -211,32 +199,7 @@ __device__ __forceinline__ void multiply_and_send(Shared& shared, const Tiles& t
     }
     wgmma_wait<0>();
     pin_registers(sum);
-    const int lane = lane_id(), g = lane / 4, t = lane % 4, warp = int(threadIdx.x) / WARP, S = shape.blocks;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int group = warp % (WARPGROUP / WARP) * 2 + half;  // of 8 rows
-        if (group * 8 >= N) break;
-        const uint32_t to = map_shared_rank(tiles.sums + ((group / S * S + rank) * 8 + g) * PITCH + first_row + 4 * t,
-                                            group % S),
-                       full = map_shared_rank(&shared.sums_full, group % S);
-#pragma unroll
-        for (int n = 0; n < WARPGROUP_OC / 8; n += 2)
-            st_async(to + n * 8 * int(sizeof(float)),
-                     float4{sum[n][2 * half], sum[n][2 * half + 1], sum[n + 1][2 * half], sum[n + 1][2 * half + 1]},
-                     full);
-    }
-}
-
-// Adds the S partial sums of four outputs in order, from `sums` on.
-__device__ __forceinline__ void add_slices(float (&y)[2][2], const float* sums, int S) {
-#pragma unroll
-    for (int s = 0; s < MAX_CLUSTER; s++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float2 part = *reinterpret_cast<const float2*>(sums + min(s, S - 1) * 8 * PITCH + half * HALF_OC);
-            y[half][0] += s < S ? part.x : 0;
-            y[half][1] += s < S ? part.y : 0;
-        }
+    send_sums<PITCH>(sum, tiles.sums, &shared.sums_full, first_row, rank, shape.blocks, N);
 }
 
 template <typename T>
@@ -249,11 +212,9 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int rank = cluster_rank(), warp = int(threadIdx.x) / WARP, S = shape.blocks;
     const Slice slice = slice_of(shape, rank, p.C);
     const Tiles tiles(dynamic, shape.panels);
-    const bool has_norm = p.norm_weight, gated = is_gated(p.activation);
-    const int first_output = int(blockIdx.y) * (gated ? HALF_OC : BLOCK_OC);
-    const WeightRows weight_rows{first_output, gated ? int(p.columns) + first_output : first_output + HALF_OC};
-    // Of the groups of 8 rows this block stores rank, rank + S, …
-    const int groups = ((p.N + 7) / 8 - rank + S - 1) / S;
+    const bool has_norm = p.norm_weight;
+    const WeightRows weight_rows = WeightRows::of_block(p, HALF_OC);
+    const int groups = stored_groups(p.N, rank, S);
 
     if (threadIdx.x == 0) {
         load_weights(shared, tiles, weight_map, weight_rows, slice.begin, shape.panels, has_norm,
@@ -261,19 +222,11 @@ __global__ void __launch_bounds__(THREADS, 2)
         if (!has_norm) tma_prefetch_descriptor(&row_map);
     }
     cluster_arrive();
-    // A thread stores outputs o, o + 1 and, HALF_OC further, two more of one row; with SwiGLU it combines gate and up.
-    // Their sums are consecutive from `first_sum` on: multiply_and_send puts the pairs of 16 columns in the order 0, 8,
-    // 2, 10, 4, 12, 6, 14.
+    // A thread stores four outputs of one row.
     const unsigned pair = threadIdx.x % (HALF_OC / 2), thread_row = threadIdx.x / (HALF_OC / 2), first_sum = 2 * pair;
-    const int o = int(pair / 8 * 16 + pair % 2 * 8 + pair % 8 / 2 * 2),
-              row = (int(thread_row / 8) * S + rank) * 8 + int(thread_row % 8);
-    const int columns[2] = {first_output + o, gated ? first_output + o : weight_rows.second + o};  // of out
-    T bias[2][2] = {}, residual[2][2] = {};
-    if (p.bias)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (columns[i / 2] + i % 2 < p.columns)
-                bias[i / 2][i % 2] = p.bias[(i / 2 ? weight_rows.second : first_output) + o + i % 2];
+    const int row = (int(thread_row / 8) * S + rank) * 8 + int(thread_row % 8);
+    FourOutputs<T> outputs(p, weight_rows, column_of_pair(pair));
+    outputs.load_bias(p);
     if (has_norm && threadIdx.x < 2 * WARP && lane_id() * W < slice.count) {
         const float* const vector = warp == 0 ? p.norm_weight : p.norm_bias;
         if (vector) prefetch_line(vector + slice.begin + lane_id() * W);
@@ -292,11 +245,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         __syncthreads();
     }
     const bool stores = int(thread_row / 8) < groups && row < p.N;
-    if (p.residual && stores)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (columns[i / 2] + i % 2 < p.columns)
-                residual[i / 2][i % 2] = p.residual[row * p.residual_stride + columns[i / 2] + i % 2];
+    if (p.residual && stores) outputs.load_residual(p, row);
 
     const int first_row = warp / (WARPGROUP / WARP) * WARPGROUP_OC;
     if (first_row < BLOCK_OC) multiply_and_send<T>(shared, tiles, shape, rank, p.N, first_row);
@@ -304,18 +253,9 @@ __global__ void __launch_bounds__(THREADS, 2)
     mbarrier_wait(&shared.sums_full, 0);
 
     float y[2][2] = {};
-    add_slices(y, tiles.sums + (thread_row / 8 * S * 8 + thread_row % 8) * PITCH + first_sum, S);
-#pragma unroll
-    for (int i = 0; i < 4; i++) y[i / 2][i % 2] += as_float(bias[i / 2][i % 2]);
+    add_slices<PITCH, HALF_OC>(y, tiles.sums + (thread_row / 8 * S * 8 + thread_row % 8) * PITCH + first_sum, S);
     T* const out = p.out + row * p.out_stride;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int half = i / 2, k = i % 2;
-        if (columns[half] + k >= p.columns || (gated && half)) continue;
-        const float z = gated ? activate<Math::Fast>(p.activation, y[0][k], y[1][k])
-                              : activate<Math::Fast>(p.activation, y[half][k]);
-        out[columns[half] + k] = from_float<T>(z + as_float(residual[half][k]));
-    }
+    finish_outputs(p, outputs, y, [&](int half, int k, float z) { out[outputs.columns[half] + k] = from_float<T>(z); });
 }
 
 int64_t num_blocks(const ClusterShape& shape, int64_t OC) {

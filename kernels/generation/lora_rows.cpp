@@ -6,10 +6,11 @@
 
 namespace {
 
-// to[i] = x·rows[i], or added to it.
-MULTIARCH void dot_rows(float* to, const float* x, const float* rows, int64_t count, int64_t C, bool add) {
+// to[i] = x·rows[i], or added to it. Rows are `stride` apart.
+MULTIARCH void dot_rows(float* to, const float* x, const float* rows, int64_t stride, int64_t count, int64_t C,
+                        bool add) {
     for (int64_t i = 0; i < count; i++) {
-        const float y = vec_dot(x, rows + i * C, C);
+        const float y = vec_dot(x, rows + i * stride, C);
         to[i] = add ? to[i] + y : y;
     }
 }
@@ -37,16 +38,22 @@ void adapters_shrink(Tensor low_rank, Tensor x, const AdapterWeights& w, const A
     for_rows(tiles, z, [&](int64_t row, int64_t adapter) {
         const float *from = x.as<float>() + row * row_stride(x), *a = w.a.as<float>() + adapter * width * C;
         float* const to = low_rank.as<float>() + row * width;
-        dot_rows(to, from, a, width, C, false);
+        dot_rows(to, from, a, C, width, C, false);
     });
+}
+
+bool linear_with_adapters(const LinearOutput&, Tensor, const LinearWeights&, const AdapterWeights&, const AdapterTiles&,
+                          Tensor, Stream) {
+    return false;
 }
 
 void adapters_expand(Tensor y, Tensor low_rank, const AdapterWeights& w, const AdapterTiles& tiles, Stream) {
     const AdapterSizes z = check_adapters("adapters_expand", DType::F32, low_rank, "y", y, w, tiles);
     for_rows(tiles, z, [&](int64_t row, int64_t adapter) {
-        const float *h = low_rank.as<float>() + row * z.parts * z.R, *b = w.b.as<float>() + adapter * z.columns * z.R;
+        const int64_t stride = z.adapters * z.R;
+        const float *h = low_rank.as<float>() + row * z.parts * z.R, *b = w.b.as<float>() + adapter * z.R;
         float* const to = y.as<float>() + row * row_stride(y);
         for (int64_t part = 0, o = 0; part < z.parts; o = w.part_ends[size_t(part++)])
-            dot_rows(to + o, h + part * z.R, b + o * z.R, w.part_ends[size_t(part)] - o, z.R, true);
+            dot_rows(to + o, h + part * z.R, b + o * stride, stride, w.part_ends[size_t(part)] - o, z.R, true);
     });
 }

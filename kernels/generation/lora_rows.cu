@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(THREADS) expand_kernel(const Adapters<T> p, T*
     if (o >= p.OC) return;
     int part = 0;
     while (o >= p.part_ends[part]) part++;
-    const T* const b = p.b + (adapter * p.OC + o) * p.R;
+    const T* const b = p.b + (o * p.adapters + adapter) * p.R;
     float sum[TILE] = {};
 #pragma unroll 2
     for (int r = 0; r < p.R; r += W) {
@@ -119,7 +119,7 @@ Adapters<T> make_adapters(const AdapterSizes& z, const Tensor& low_rank, const A
     p.low_rank = low_rank.as<float>();
     p.N = z.N;
     p.C = w.a.shape[2];
-    p.OC = w.b.shape[1];
+    p.OC = w.b.shape[0];
     p.adapters = int(z.adapters);
     p.width = int(z.parts * z.R);
     p.R = int(z.R);

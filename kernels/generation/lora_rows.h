@@ -17,8 +17,7 @@
 #include <array>
 #include <vector>
 
-#include "runtime/device/device.h"
-#include "runtime/device/tensor.h"
+#include "kernels/generation/linear.h"
 
 constexpr int64_t LORA_TILE = 8;                                // rows
 constexpr int64_t LORA_RANK_MULTIPLE = 8, LORA_MAX_RANK = 512;  // of R
@@ -26,7 +25,7 @@ constexpr int64_t LORA_MAX_PARTS = 3;
 
 // The adapters of one linear layer.
 struct AdapterWeights {
-    Tensor a, b;  // [adapters, parts·R, C], [adapters, OC, R] T; null: the layer has none
+    Tensor a, b;  // [adapters, parts·R, C], [OC, adapters, R] T; null: the layer has none
     std::array<int64_t, LORA_MAX_PARTS> part_ends{};  // of the parts: the output after the last one; in order, to OC
 };
 struct BlockAdapters {
@@ -37,6 +36,7 @@ struct BlockAdapters {
 struct AdapterTiles {
     Tensor rows;      // [tiles·LORA_TILE] int32: row of the batch, −1: none
     Tensor adapters;  // [tiles] int32: of a tile's rows; −1: none
+    Tensor of_row{};  // [N] int32: the adapter of each row, −1: none. Of linear_with_adapters() only
 };
 // At most so many tiles hold N rows that use any of `adapters`.
 constexpr int64_t max_adapter_tiles(int64_t N, int64_t adapters) {
@@ -55,3 +55,14 @@ void adapters_shrink(Tensor low_rank, Tensor x, const AdapterWeights& w, const A
 
 // The second one: y [N, OC] is changed in the rows that have an adapter.
 void adapters_expand(Tensor y, Tensor low_rank, const AdapterWeights& w, const AdapterTiles& tiles, Stream stream);
+
+// linear() without a norm and both products, in two launches: out is rounded once, h[n] to T. On Hopper GPUs, for 9 to
+// 64 rows of 16-bit elements, weights in T, a multiple of 8 channels and adapters·parts·R ≤ C/2; halves of 64 outputs
+// (32 of small matrices) must be of one part. Otherwise, and on other GPUs and the CPU, it does nothing and returns
+// false: linear() and the two products compute the same.
+//
+// A row's bits do not depend on the other rows, but on the number of adapters that there are and, where an adapter's
+// columns are not in one block's slice of the sum, on its number: not for batch invariance. All of B must be finite,
+// for a row's sum takes 0 times the columns of other adapters.
+bool linear_with_adapters(const LinearOutput& output, Tensor inp, const LinearWeights& weights,
+                          const AdapterWeights& adapters, const AdapterTiles& tiles, Tensor scratch, Stream stream);

@@ -8,12 +8,11 @@ struct AdapterSizes {
     int64_t N, columns, adapters, tiles, parts, R;  // columns: of x or y
 };
 
-inline AdapterSizes check_adapters(const char* op, DType dtype, const Tensor& low_rank, const char* name,
-                                   const Tensor& matrix, const AdapterWeights& w, const AdapterTiles& tiles) {
-    check_matrix(op, name, matrix, dtype);
+// Returns the number of parts.
+inline int64_t check_adapter_weights(const char* op, DType dtype, const AdapterWeights& w) {
     require(w.a.rank == 3 && w.b.rank == 3, op, ": A is ", shape_string(w.a), " and B ", shape_string(w.b),
-            ", expected [adapters, parts·R, C] and [adapters, OC, R]");
-    const int64_t R = w.b.shape[2], C = w.a.shape[2], OC = w.b.shape[1], N = matrix.shape[0];
+            ", expected [adapters, parts·R, C] and [OC, adapters, R]");
+    const int64_t R = w.b.shape[2], C = w.a.shape[2], OC = w.b.shape[0];
     int64_t parts = 0;
     for (int64_t begin = 0; parts < LORA_MAX_PARTS && w.part_ends[size_t(parts)]; begin = w.part_ends[size_t(parts++)])
         require(w.part_ends[size_t(parts)] > begin && w.part_ends[size_t(parts)] <= OC, op, ": part ", parts,
@@ -23,8 +22,15 @@ inline AdapterSizes check_adapters(const char* op, DType dtype, const Tensor& lo
     require(R > 0 && R <= LORA_MAX_RANK && R % LORA_RANK_MULTIPLE == 0, op, ": a rank of ", R,
             "; it must be a positive multiple of ", LORA_RANK_MULTIPLE, ", at most ", LORA_MAX_RANK);
     check_tensor(op, "A", w.a, dtype, {w.a.shape[0], parts * R, C});
-    check_tensor(op, "B", w.b, dtype, {w.a.shape[0], OC, R});
+    check_tensor(op, "B", w.b, dtype, {OC, w.a.shape[0], R});
     for (const Tensor& t : {w.a, w.b}) check_contiguous(op, "A or B", t);
+    return parts;
+}
+
+inline AdapterSizes check_adapters(const char* op, DType dtype, const Tensor& low_rank, const char* name,
+                                   const Tensor& matrix, const AdapterWeights& w, const AdapterTiles& tiles) {
+    check_matrix(op, name, matrix, dtype);
+    const int64_t parts = check_adapter_weights(op, dtype, w), R = w.b.shape[2], C = w.a.shape[2], N = matrix.shape[0];
     check_tensor(op, "low_rank", low_rank, DType::F32, {adapter_splits(C), N, parts * R});
     check_contiguous(op, "low_rank", low_rank);
     const int64_t count = tiles.adapters.shape[0];
