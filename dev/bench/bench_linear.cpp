@@ -39,9 +39,9 @@ void layer(benchmark::State& state, DType T, bool with_norm, Activation f) {
     report_bytes(state, weight.bytes());
 }
 
-// Packed weights; any codes do, with scales of 1.
+// Packed weights; any codes do.
 template <Packing PACKING>
-void packed_linear(benchmark::State& state, DType T) {
+void packed_layer(benchmark::State& state, DType T, Activation f, bool with_residual) {
     const int64_t N = state.range(0), C = state.range(1), OC = state.range(2);
     const BenchArray out(T, {N, OC}), inp(T, {N, C}), scratch = BenchArray::bytes(linear_scratch(N, C, OC, T, true)),
                                                       rows = BenchArray::bytes(OC * packed_row_bytes(PACKING, C));
@@ -50,21 +50,39 @@ void packed_linear(benchmark::State& state, DType T) {
         make_tensor(rows.tensor().data, DType::U8, rows.tensor().device, {OC, packed_row_bytes(PACKING, C)})};
     LinearWeights weights;
     weights.packed = &weight;
+    const Tensor to = out.tensor().columns(0, f == Activation::SwiGLU ? OC / 2 : OC),
+                 residual = with_residual ? to : Tensor{};
     run_bench(
-        state, [&] { linear({out}, inp, {}, weights, scratch, false, stream()); }, stream());
+        state,
+        [&] {
+            linear({to, f, residual}, inp, {}, weights, scratch, false, stream());
+        },
+        stream());
     report_bytes(state, weight.rows.bytes());
     state.counters["TMAC/s"] =
         benchmark::Counter(double(N * C * OC) * 1e-12, benchmark::Counter::kIsIterationInvariantRate);
 }
-void linear_fp8(benchmark::State& state, DType T) {
-    packed_linear<Packing::Fp8>(state, T);
+template <Packing PACKING>
+void packed_linear(benchmark::State& state, DType T) {
+    packed_layer<PACKING>(state, T, Activation::None, false);
 }
-void linear_int8(benchmark::State& state, DType T) {
-    packed_linear<Packing::Int8>(state, T);
+const auto linear_fp8 = packed_linear<Packing::Fp8>, linear_int8 = packed_linear<Packing::Int8>,
+           linear_int4 = packed_linear<Packing::Int4>;
+
+// The layers of a model with 64 sequences: gate and up with SwiGLU, the others with a residual.
+Activation activation_of(const benchmark::State& state) {
+    return state.range(2) == 16384 ? Activation::SwiGLU : Activation::None;
 }
-void linear_int4(benchmark::State& state, DType T) {
-    packed_linear<Packing::Int4>(state, T);
+void batch_dense(benchmark::State& state, DType T) {
+    layer(state, T, false, activation_of(state));
 }
+template <Packing PACKING>
+void packed_batch(benchmark::State& state, DType T) {
+    const Activation f = activation_of(state);
+    packed_layer<PACKING>(state, T, f, f == Activation::None);
+}
+const auto batch_fp8 = packed_batch<Packing::Fp8>, batch_int8 = packed_batch<Packing::Int8>,
+           batch_int4 = packed_batch<Packing::Int4>;
 
 void norm_linear(benchmark::State& state, DType T) {
     layer(state, T, true, Activation::None);
@@ -152,8 +170,16 @@ BENCH(adapters_joined, ADAPTER_NAMES, ADAPTERS_CPU, ADAPTERS_GPU);
 const Sizes PACKED_CPU = {{1, 576, 576},  {1, 576, 3072}, {1, 1536, 576},   {1, 576, 49152},
                           {4, 576, 3072}, {8, 576, 3072}, {512, 576, 3072}, {512, 1536, 576}},
             PACKED_GPU = {{1, 2048, 16384}, {8, 2048, 16384}, {64, 2048, 16384}, {512, 2048, 16384}};
+// A LLaMA model of 1.2B parameters with 64 sequences: q, k and v; proj; gate and up; down; the head. In bf16 and
+// packed.
+const Sizes BATCH_CPU = {{64, 576, 960}},
+            BATCH_GPU = {{64, 2048, 3072}, {64, 2048, 2048}, {64, 2048, 16384}, {64, 8192, 2048}, {64, 2048, 128256}};
 BENCH(linear_fp8, NAMES, PACKED_CPU, PACKED_GPU);
 BENCH(linear_int8, NAMES, PACKED_CPU, PACKED_GPU);
 BENCH(linear_int4, NAMES, PACKED_CPU, PACKED_GPU);
+BENCH(batch_dense, NAMES, BATCH_CPU, BATCH_GPU);
+BENCH(batch_fp8, NAMES, BATCH_CPU, BATCH_GPU);
+BENCH(batch_int8, NAMES, BATCH_CPU, BATCH_GPU);
+BENCH(batch_int4, NAMES, BATCH_CPU, BATCH_GPU);
 
 }  // namespace

@@ -438,7 +438,7 @@ void check_packed(const PackedCase& c, DType T) {
 
 // Groups that do and don't fill blocks of 16, outputs that do and don't fill panels.
 TEST_P(Linear, PackedWeights) {
-    for (const Packing packing : ALL_PACKINGS)
+    for (const Packing packing : ALL_PACKINGS) {
         for (const int64_t N : {1, 2, 5, 7, 12, 33})
             for (const auto& [C, OC] : {std::pair<int64_t, int64_t>{32, 1},
                                         {64, 97},
@@ -448,6 +448,10 @@ TEST_P(Linear, PackedWeights) {
                                         {800, 70},
                                         {1536, 31}})
                 check_packed({packing, N, C, OC, N % 2 == 1, C > 500}, activation());
+        // Up to 64 rows: the columns divided by 1, 2, 4 and 8 blocks, and the last of them short.
+        for (const auto& [C, OC] : {std::pair<int64_t, int64_t>{288, 130}, {1056, 129}, {2080, 300}, {4128, 64}})
+            check_packed({packing, 64, C, OC, OC % 2 == 1, C > 500}, activation());
+    }
     check_packed({Packing::Int4, 3, 8192, 100}, activation());
     check_packed({Packing::Int8, 1, 14336, 60, true}, activation());
 }
@@ -465,6 +469,36 @@ TEST_P(Linear, PackedRowsAreIndependent) {
             }
             expect_deterministic(name_of(packing), [&] { return a.run(activation()); });
         }
+}
+
+// The small-batch GEMMs of a GPU: a row has the same bits with 9 rows as with 64, divided columns or not.
+TEST_P(Linear, PackedSmallBatchRowsAreIndependent) {
+    if (activation() == DType::F32 && backend_device() != Device::CPU) return;  // the library
+    for (const Packing packing : ALL_PACKINGS)
+        for (const auto& [C, OC] : {std::pair<int64_t, int64_t>{96, 70}, {3072, 52}, {416, 2310}}) {
+            const PackedArrays a({packing, 64, C, OC, true, true}, activation());
+            const std::vector<double> together = a.run(activation());
+            for (const int64_t step : {9, 16, 33, 40}) {
+                std::vector<double> apart(together.size());
+                for (int64_t n = 0; n < 64; n += step) {
+                    const int64_t first = std::min(n, 64 - step);
+                    const std::vector<double> rows = a.run(activation(), false, first, step);
+                    std::copy(rows.begin(), rows.end(), apart.begin() + first * OC);
+                }
+                expect_same_bits(str(name_of(packing), ", ", step, " rows at a time").c_str(), together, apart);
+            }
+        }
+}
+
+// More blocks than a GPU runs at once, and columns for more stages than a block's ring has.
+TEST_P(Linear, PackedLargeMatrices) {
+    if (backend_device() == Device::CPU) GTEST_SKIP() << "a GPU's kernel has blocks of 128 outputs";
+    if (activation() == DType::F32) GTEST_SKIP() << "fp32 is the library's";
+    for (const Packing packing : ALL_PACKINGS) {
+        check_packed({packing, 12, 544, 17100, true}, activation());
+        check_packed({packing, 64, 96, 34000, false, true}, activation());
+        check_packed({packing, 64, 4128, 2200, true, true}, activation());
+    }
 }
 
 #ifndef USE_CUDA

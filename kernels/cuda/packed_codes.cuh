@@ -84,6 +84,16 @@ __device__ __forceinline__ uint32_t int4_pair(uint32_t word) {
         return add_pairs<T>(masked_or<0x000f000f, 0x64006400>(word), 0xe408e408u);  // −1032
 }
 
+// The two codes in the lower bytes of a word, for which Int4 has two pairs: the lower halves of the bytes, and the
+// upper ones of columns 16 further.
+template <Packing P, typename T>
+__device__ __forceinline__ uint32_t neighbour_codes(uint32_t word, int upper) {
+    constexpr int TO_ODD_BYTES = 0x1404, TO_EVEN_BYTES = 0x4140;
+    if constexpr (P == Packing::Fp8) return fp8_pair<T>(__byte_perm(word, 0, TO_ODD_BYTES));
+    if constexpr (P == Packing::Int8) return int8_pair<T>(__byte_perm(word, 0, TO_EVEN_BYTES));
+    return int4_pair<T>(__byte_perm(word, 0, TO_EVEN_BYTES) >> 4 * upper);
+}
+
 // The eight weights of a lane, without their scale, in the order of their columns. word: its bytes of the group, from
 // group_bytes / 4·t on.
 template <Packing P, typename T>

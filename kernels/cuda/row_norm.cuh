@@ -27,6 +27,7 @@
 #include "kernels/cuda/cp_async.cuh"
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/launch_shapes.h"
+#include "kernels/cuda/pdl.cuh"
 #include "kernels/cuda/row_statistics.cuh"
 
 namespace norm_detail {
@@ -118,6 +119,7 @@ __device__ __forceinline__ int64_t from_last(int64_t N, int64_t i) {
 template <bool CENTRED, bool ADD_AFTER, int GROUP, int PACKS, typename T>
 __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a) {
     constexpr int GROUPS = THREADS / GROUP, W = WIDTH;
+    pdl_launch_dependents();
     const int64_t n = from_last(a.N, blockIdx.x * int64_t(GROUPS) + threadIdx.x / GROUP);
     if (n < 0) return;  // the whole group returns
     const int64_t first = threadIdx.x % GROUP * W;
@@ -153,6 +155,7 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a)
 // Any row, one block each. `sum` may be the same memory as inp or residual, so it is written in the last pass.
 template <bool CENTRED, bool ADD_AFTER, typename T>
 __global__ void __launch_bounds__(THREADS) forward_any_kernel(ForwardArguments<T> a) {
+    pdl_launch_dependents();
     const int64_t n = blockIdx.x;
     float mean = 0;
     if constexpr (CENTRED) {

@@ -107,8 +107,8 @@ inline auto tensor_map_encoder() {
 }
 
 // A tensor [tokens, heads, HS], copied in boxes of `rows` tokens of one head (or of `box_heads` heads: the rows of the
-// tile are then the heads of one token after the other) and 64 columns (128-byte swizzle) or 32 columns (64-byte
-// swizzle: vectors are permuted by bits 1 and 2 of the row).
+// tile are then the heads of one token after the other) and 64 columns (128-byte swizzle), 32 columns (64-byte swizzle:
+// vectors are permuted by bits 1 and 2 of the row) or 8 (one vector after the other).
 template <typename T>
 CUtensorMap make_tensor_map(const char* op, const Heads<T>& x, int64_t tokens, int64_t heads, int64_t HS, int rows,
                             int columns = PANEL_COLUMNS, int box_heads = 1) {
@@ -119,8 +119,9 @@ CUtensorMap make_tensor_map(const char* op, const Heads<T>& x, int64_t tokens, i
     const cuuint32_t box[3] = {cuuint32_t(columns), cuuint32_t(box_heads), cuuint32_t(rows)}, steps[3] = {1, 1, 1};
     constexpr CUtensorMapDataType type = std::is_same_v<std::remove_const_t<T>, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    const CUtensorMapSwizzle swizzle =
-        columns == PANEL_COLUMNS ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+    const CUtensorMapSwizzle swizzle = columns == PANEL_COLUMNS ? CU_TENSOR_MAP_SWIZZLE_128B
+                                       : columns == 8           ? CU_TENSOR_MAP_SWIZZLE_NONE
+                                                                : CU_TENSOR_MAP_SWIZZLE_64B;
     CUtensorMap map;
     void* const data = const_cast<std::remove_const_t<T>*>(x.data);
     const CUresult result =

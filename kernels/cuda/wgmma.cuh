@@ -136,9 +136,11 @@ __device__ __forceinline__ void wgmma_k16(float (&c)[NT][4], uint32_t a, uint32_
 
 template <typename T, bool B_MN_MAJOR, int NT>
 __device__ __forceinline__ void wgmma_k16(float (&c)[NT][4], const uint32_t (&a)[4], uint32_t b, bool add) {
-    static_assert(NT == 8 || NT == 16);
+    static_assert(NT == 4 || NT == 8 || NT == 16);
     constexpr bool BF16 = std::is_same_v<T, bf16>;
 #define WGMMA_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+    if constexpr (NT == 4 && BF16) WGMMA(32, "bf16", "", "{%16, %17, %18, %19}", 20, 21, 22, "%23", WGMMA_A);
+    if constexpr (NT == 4 && !BF16) WGMMA(32, "f16", "", "{%16, %17, %18, %19}", 20, 21, 22, "%23", WGMMA_A);
     if constexpr (NT == 8 && BF16) WGMMA(64, "bf16", "", "{%32, %33, %34, %35}", 36, 37, 38, "%39", WGMMA_A);
     if constexpr (NT == 8 && !BF16) WGMMA(64, "f16", "", "{%32, %33, %34, %35}", 36, 37, 38, "%39", WGMMA_A);
     if constexpr (NT == 16 && BF16) WGMMA(128, "bf16", "", "{%64, %65, %66, %67}", 68, 69, 70, "%71", WGMMA_A);

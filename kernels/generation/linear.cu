@@ -75,7 +75,11 @@ bool launch_packed_kernel(const LinearParams<T>& p, const LinearWeights& weights
         if (p.N <= LINEAR_SMALL_N || batch_invariant)
             return weights.packed ? linear_packed_gemv(OP, p, *weights.packed, stream)
                                   : linear_nf4_gemv(OP, p, *weights.nf4, stream);
-        if (weights.packed && !p.norm_weight) return linear_packed_small_batch(OP, p, *weights.packed, stream);
+        if (!weights.packed || p.norm_weight) return false;
+#ifdef HAVE_SM90A
+        if (linear_packed_hopper(OP, p, *weights.packed, stream)) return true;
+#endif
+        return linear_packed_small_batch(OP, p, *weights.packed, stream);
     }
     return false;
 }

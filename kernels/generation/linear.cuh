@@ -40,6 +40,10 @@ template <typename T>
 bool linear_packed_small_batch(const char* op, const LinearParams<T>& p, const struct PackedWeight& weight,
                                Stream stream);
 
+// The same by TMA and wgmma, on Hopper GPUs (linear_packed_hopper.cu).
+template <typename T>
+bool linear_packed_hopper(const char* op, const LinearParams<T>& p, const struct PackedWeight& weight, Stream stream);
+
 // Small-batch GEMM of 16-bit elements, up to 64 rows of inp, by mma.sync (linear_small_batch.cu).
 template <typename T>
 bool linear_small_batch(const char* op, const LinearParams<T>& p, Stream stream);

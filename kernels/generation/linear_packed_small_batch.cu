@@ -1,5 +1,6 @@
-// Small-batch GEMM of packed weights: 9 to 64 rows of inp, 16-bit elements, mma.sync. Here the weights take half or a
-// quarter of the time of 16-bit ones to read, so that matrices of any size are worth a kernel of their own.
+// Small-batch GEMM of packed weights on GPUs other than Hopper's (linear_packed_hopper.cu): 9 to 64 rows of inp, 16-bit
+// elements, mma.sync. Here the weights take half or a quarter of the time of 16-bit ones to read, so that matrices of
+// any size are worth a kernel of their own.
 //
 // A block multiplies all rows of inp by 128 rows of weight (with SwiGLU 64 of gate and their 64 of up), 16 a warp. Both
 // operands come through shared memory [cp.async], because all warps use inp: a ring of STAGES stages of 128 columns.
@@ -12,31 +13,18 @@
 //   stage: weights of 8 bits 20,480 B, of 4 bits 10,240 B; inp (64 rows) 20,480 B; scales 1 KiB
 //   ring of 3: 126 KiB, or 96 KiB
 //
-// (256 threads; sm_90a, CUDA 13.0, 64 rows: 122 registers with fp8, 205 with int8, 189 with int4.)
+// (256 threads; sm_80, CUDA 13.0, 64 rows: 118 registers with fp8, 225 with int8, 209 with int4.)
 //
-// LLaMA 1B, 64 sequences, gate and up: OC = 16384 are 128 blocks for the 132 SMs of an H100; each reads all of inp,
-// 256 KiB, and as much of fp8 weights. QKV: OC = 3072 are 24 blocks, so a cluster of four shares the columns: 96 blocks
-// of 512 columns, 64 KiB of either.
-#include "kernels/cuda/cluster.cuh"
-#include "kernels/cuda/mlp_activation.cuh"
-#include "kernels/cuda/packed_codes.cuh"
+// LLaMA 1B, 64 sequences, on the 108 SMs of an A100, gate and up: OC = 16384 are 128 blocks; each reads all of inp, 256
+// KiB, and as much of fp8 weights. QKV: OC = 3072 are 24 blocks, too few without clusters: its weights are dequantised.
 #include "kernels/cuda/pdl.cuh"
-#include "kernels/generation/linear.cuh"
+#include "kernels/generation/linear_packed_tile.cuh"
 
 namespace {
 
-constexpr int WARPS = 8, THREADS = WARPS * WARP;
-constexpr int ROWS = 16 * WARPS;  // of weight, of a block
-constexpr int GROUPS = 4, COLUMNS = GROUPS * int(PACKED_GROUP), STAGES = 3;
-constexpr int MAX_CLUSTER = 8;
-constexpr int SUM_PITCH = ROWS + 1;  // floats
+using namespace packed_tile;
 
-template <typename T>
-struct PackedParams : LinearParams<T> {
-    const char* rows;
-    int64_t row_bytes, code_bytes;
-    int blocks;  // of a cluster
-};
+constexpr int GROUPS = 4, COLUMNS = GROUPS * int(PACKED_GROUP), STAGES = 3;
 
 // Offsets of a stage's parts in bytes, for up to 8·NT rows of inp. Rows are padded so that the vectors which a warp
 // reads together lie in different banks.
@@ -47,21 +35,12 @@ struct Tile {
     static constexpr int INP = ROWS * CODE_PITCH, SCALES = INP + BATCH * INP_PITCH;
     static constexpr int SCALE_WORDS = P == Packing::Fp8 ? 0 : GROUPS / 2;  // of a row
     static constexpr int STAGE_BYTES = SCALES + ROWS * SCALE_WORDS * 4;
-    static constexpr int BYTES = std::max(STAGES * STAGE_BYTES, BATCH* SUM_PITCH * 4);
+    static constexpr int BYTES = std::max(STAGES * STAGE_BYTES, BATCH* PITCH * 4);
 };
-
-// The row of weight of row r of a block's tile: 16 for each warp along the rows, with SwiGLU eight of gate and the same
-// eight of up. Past the end, the last one.
-template <typename T>
-__device__ __forceinline__ int64_t weight_row(const PackedParams<T>& p, int64_t first_output, int r) {
-    if (!is_gated(p.activation)) return min(first_output + r, p.columns - 1);
-    return min(first_output + r / 16 * 8 + r % 8, p.columns - 1) + (r / 8 % 2 ? p.columns : 0);
-}
 
 // Starts the copies of a stage's weights and scales, of columns from `column` on; zeros past the end of the rows.
 template <Packing P, typename Tile, typename T>
-__device__ __forceinline__ void load_weights(char* stage, const PackedParams<T>& p, int64_t first_output,
-                                             int64_t column) {
+__device__ __forceinline__ void load_weights(char* stage, const PackedParams<T>& p, int first_output, int64_t column) {
     constexpr int PIECES = GROUPS * group_bytes(P) / 16, PIECE_COLUMNS = P == Packing::Int4 ? 32 : 16;
 #pragma unroll
     for (int i = int(threadIdx.x); i < ROWS * PIECES; i += THREADS) {
@@ -130,39 +109,6 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[Tile::NT][4], const 
     }
 }
 
-// Adds the sums [BATCH, SUM_PITCH] of the cluster's blocks in order, and stores this block's part of the outputs.
-template <Packing P, typename T>
-__device__ __forceinline__ void store_outputs(const PackedParams<T>& p, const float* sums, int64_t first_output,
-                                              int rank) {
-    const bool gated = is_gated(p.activation);
-    const int outputs = gated ? ROWS / 2 : ROWS;
-    for (int i = rank * THREADS + int(threadIdx.x); i < outputs * p.N; i += p.blocks * THREADS) {
-        const int n = i / outputs, mine = i % outputs, r = gated ? mine / 8 * 16 + mine % 8 : mine;
-        const int64_t o = first_output + mine;
-        if (o >= p.columns) continue;
-        const auto total = [&](int row, int64_t weight) {
-            const float* const sum = sums + n * SUM_PITCH + row;
-            float y = 0;
-#if __CUDA_ARCH__ >= 900
-            float part[MAX_CLUSTER];
-#pragma unroll
-            for (int b = 0; b < MAX_CLUSTER; b++)
-                part[b] = b < p.blocks ? load_shared_rank(map_shared_rank(sum, b)) : 0.0f;
-#pragma unroll
-            for (int b = 0; b < MAX_CLUSTER; b++) y += part[b];
-#else
-            y = *sum;
-#endif
-            if (P == Packing::Fp8) y *= *reinterpret_cast<const float*>(p.rows + weight * p.row_bytes + p.code_bytes);
-            return y + (p.bias ? as_float(p.bias[weight]) : 0.0f);
-        };
-        float y = total(r, o);
-        y = gated ? activate(p.activation, y, total(r + 8, p.columns + o)) : activate(p.activation, y);
-        if (p.residual) y += as_float(p.residual[n * p.residual_stride + o]);
-        p.out[n * p.out_stride + o] = from_float<T>(y);
-    }
-}
-
 // Of the blocks of a cluster.
 __device__ __forceinline__ void sync_blocks() {
 #if __CUDA_ARCH__ >= 900
@@ -177,9 +123,7 @@ __global__ void __launch_bounds__(THREADS, 1) packed_small_batch_kernel(const Pa
     extern __shared__ uint4 shared[];
     char* const ring = reinterpret_cast<char*>(shared);
     pdl_launch_dependents();
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    const int rank = int(blockIdx.x) % p.blocks;
-    const int64_t first_output = int64_t(blockIdx.x) / p.blocks * (is_gated(p.activation) ? ROWS / 2 : ROWS);
+    const int rank = int(blockIdx.x) % p.blocks, first_output = int(blockIdx.x) / p.blocks << log_outputs(p);
     // This block's stages of all those of a row.
     const int stages = int((p.C + COLUMNS - 1) / COLUMNS), begin = stages * rank / p.blocks;
     const int count = stages * (rank + 1) / p.blocks - begin;
@@ -209,30 +153,20 @@ __global__ void __launch_bounds__(THREADS, 1) packed_small_batch_kernel(const Pa
     cp_async_wait_all();
     __syncthreads();
     float* const sums = reinterpret_cast<float*>(shared);
-#pragma unroll
-    for (int j = 0; j < Tile::NT; j++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) sums[(8 * j + 2 * t + k % 2) * SUM_PITCH + 16 * warp + 8 * (k / 2) + g] = sum[j][k];
+    const TileOutputs<P, T> outputs(p, first_output);
+    store_sums(sums, sum);
     sync_blocks();
-    store_outputs<P>(p, sums, first_output, rank);
+    outputs.store(p, sums, rank);
     sync_blocks();  // others may still read this block's sums
 }
 
 template <Packing P, int NT, typename T>
-void launch_small_batch(const char* op, const PackedParams<T>& p, int64_t tiles, Stream stream) {
+void launch_small_batch(const char* op, const PackedParams<T>& p, Stream stream) {
     using Shape = Tile<P, NT>;
     const auto kernel = packed_small_batch_kernel<P, Shape, T>;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::BYTES), op);
-    launch_pdl_clusters(op, kernel, grid_of(tiles * p.blocks), unsigned(p.blocks), THREADS, size_t(Shape::BYTES),
+    launch_pdl_clusters(op, kernel, grid_of(p.tiles * p.blocks), unsigned(p.blocks), THREADS, size_t(Shape::BYTES),
                         stream, p);
-}
-
-// Blocks of a cluster: as many as leave each an SM and a stage of its own.
-int cluster_blocks(int64_t tiles, int64_t C) {
-    int blocks = 1;
-    while (has_pdl() && blocks < MAX_CLUSTER && 2 * blocks * tiles <= num_sms() && 2 * blocks <= ceil_div(C, COLUMNS))
-        blocks *= 2;
-    return blocks;
 }
 
 }  // namespace
@@ -243,20 +177,16 @@ bool linear_packed_small_batch(const char* op, const LinearParams<T>& layer, con
     if (!layer.aligned || !rows_aligned({weight.rows}) || layer.N > SMALL_BATCH_MAX_N || !can_pack(layer.C) ||
         Tile<Packing::Int8, 8>::BYTES > max_shared_bytes())
         return false;
-    const int64_t tiles = ceil_div(layer.OC, ROWS);
-    const int blocks = cluster_blocks(tiles, layer.C);
-    if (4 * tiles * blocks < num_sms() && !has_pdl()) return false;  // no clusters, and most SMs would have no block
-    const PackedParams<T> p{layer, static_cast<const char*>(weight.rows.data),
-                            packed_row_bytes(weight.packing, layer.C), packed_code_bytes(weight.packing, layer.C),
-                            blocks};
+    const PackedParams<T> p = packed_params(layer, weight, COLUMNS, 1);
+    if (4 * p.tiles < num_sms() && !has_pdl()) return false;  // no clusters, and most SMs would have no block
     dispatch_packing(weight.packing, [&](auto packing) {
         constexpr Packing P = decltype(packing)::value;
         if (p.N <= 16)
-            launch_small_batch<P, 2>(op, p, tiles, stream);
+            launch_small_batch<P, 2>(op, p, stream);
         else if (p.N <= 32)
-            launch_small_batch<P, 4>(op, p, tiles, stream);
+            launch_small_batch<P, 4>(op, p, stream);
         else
-            launch_small_batch<P, 8>(op, p, tiles, stream);
+            launch_small_batch<P, 8>(op, p, stream);
     });
     return true;
 }

@@ -1,0 +1,246 @@
+// Small-batch GEMM of packed weights on Hopper GPUs: 9 to 64 rows of inp, 16-bit elements, TMA and wgmma. It computes
+// outᵀ = weight · inpᵀ. The weights are operand A of wgmma, from registers, so that converted weights never pass
+// through shared memory; inp is operand B, as TMA brings it.
+//
+// A block multiplies 128 rows of weight (with SwiGLU 64 of gate and their 64 of up) by all rows of inp, 64 in each of
+// two warpgroups. One more warp loads: a ring of stages, each of 128 bytes of codes of these rows and the columns of
+// inp that belong to them. It starts with weights before the previous kernel has ended (pdl.cuh). A lane loads two
+// neighbouring codes at a time, those of a register of wgmma's fragment of A, and converts them (packed_codes.cuh).
+// With fp8 it converts a group of 32 columns while wgmma multiplies the group before. With Int8 and Int4 a group has
+// sums of its own, which are added with its scale; other warpgroups of the SM multiply meanwhile.
+//
+// Two blocks share an SM, and so does the beginning of the next kernel. Where there are fewer tiles of rows than such
+// blocks, a cluster of up to eight divides the columns (linear_packed_tile.cuh).
+//
+// A row's sums have one order, which follows from C and OC alone.
+//
+//                                fp8      int8     int4
+//   columns of a stage           128      128      256
+//   stage, KiB                   32       34       50       codes 16, inp 16 or 32, scales 2
+//   stages                       3        3        2
+//   shared memory of an SM, KiB  194      206      202      two blocks, each with 1 KiB for alignment
+//   registers                    76       93       92       (bf16; no spills)
+//
+// (64 rows of inp; 288 threads; sm_90a, CUDA 13.0. Up to 32 rows: stages of 24, 26 and 34 KiB, 72 registers.)
+//
+// H100, floors of an SM for a stage of fp8 (16 KiB of codes, 64 rows of inp), of 1,270 cycles at 1.755 GHz:
+//
+//   DRAM             16,384 B / (3.0 TB/s / 132)                                  720 ns, 1,270 cycles
+//   L2 to SM         32 KiB / (5.5 TB/s / 132), where all SMs have a block        790 ns, 1,380 cycles
+//   tensor cores     2 warpgroups · 8 wgmma (64 · 64 · 16) · 32                   512 cycles
+//   shared memory    256 loads of codes; 2 · 16 KiB of inp for wgmma and 32 KiB
+//                    written, at 128 B a cycle                                    768 cycles
+//   conversion       16,384 · 2.5 instructions / 128, and half as many others     480 cycles
+//
+// In flight: 4.2 TB/s · 700 ns / 132 = 22 KB of codes an SM are needed. Two blocks have two stages each on their way
+// while they multiply the third: 64 KiB; one block 32 KiB.
+//
+// LLaMA 1B, 64 sequences, fp8: q, k and v 24 tiles, clusters of 8, 192 blocks; proj and down 16 tiles, clusters of 8;
+// gate and up 128 tiles, clusters of 2, 256 blocks of the 264 that run at once; the head 1,002 blocks. Predicted, from
+// the larger of DRAM and L2 and 2.5 µs for start, latency and sums: 5, 4, 15, 8.5 and 100 µs, so 620 µs of a step.
+#include "kernels/cuda/pdl.cuh"
+#include "kernels/cuda/tma.cuh"
+#include "kernels/cuda/wgmma.cuh"
+#include "kernels/generation/linear_packed_tile.cuh"
+
+namespace {
+
+using namespace packed_tile;
+
+constexpr int BLOCK_THREADS = THREADS + WARP;  // and one warp, of which a thread loads
+constexpr int RESIDENT = 2;                    // blocks on an SM
+constexpr int SCALE_COLUMNS = 8;               // fp16 scales of a row in a stage: 16 bytes, the least that TMA copies
+constexpr int MAX_BYTES = 113 << 10;           // of dynamic shared memory, beside some mbarriers: half of 228 KiB − 1
+
+// Offsets of a stage's parts in bytes, for up to 8·NT rows of inp.
+template <Packing P, int NT_>
+struct Tile {
+    static constexpr int NT = NT_, BATCH = 8 * NT;
+    static constexpr bool ROW_SCALES = P == Packing::Fp8;
+    static constexpr int GROUPS = PANEL_ROW_BYTES / group_bytes(P), COLUMNS = GROUPS * int(PACKED_GROUP);
+    static constexpr int PANELS = COLUMNS / PANEL_COLUMNS, INP = ROWS * PANEL_ROW_BYTES;
+    static constexpr int SCALES = INP + PANELS * BATCH * PANEL_ROW_BYTES;
+    static constexpr int SCALE_BYTES = ROW_SCALES ? 0 : ROWS * SCALE_COLUMNS * 2;
+    static constexpr int STAGE_BYTES = SCALES + SCALE_BYTES;
+    static constexpr int STAGES = (MAX_BYTES - SWIZZLE_ALIGNMENT - 128) / STAGE_BYTES;
+    static constexpr int SUM_BYTES = BATCH * PITCH * int(sizeof(float));  // in the place of the stages
+    static_assert(STAGE_BYTES % SWIZZLE_ALIGNMENT == 0);
+};
+
+// The codes and the scales are loaded as 16-bit elements, which TMA does not look at.
+struct Maps {
+    CUtensorMap codes, scales, inp;
+};
+
+template <typename Tile, typename T>
+__device__ __forceinline__ void load_weights(unsigned char* stage, const PackedParams<T>& p, const Maps& maps,
+                                             int first_output, int k, Mbarrier* full) {
+    const int inp_bytes = Tile::PANELS * ((p.N + 7) / 8 * 8) * PANEL_ROW_BYTES;
+    mbarrier_arrive_expect_tx(full, Tile::INP + Tile::SCALE_BYTES + inp_bytes);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = int(weight_row(p, first_output, half * HALF));
+        tma_load(stage + half * Tile::INP / 2, &maps.codes, k * PANEL_COLUMNS, 0, row, full);
+        if constexpr (!Tile::ROW_SCALES)
+            tma_load(stage + Tile::SCALES + half * Tile::SCALE_BYTES / 2, &maps.scales,
+                     k * Tile::GROUPS / SCALE_COLUMNS * SCALE_COLUMNS, 0, row, full);
+    }
+}
+
+template <typename Tile>
+__device__ __forceinline__ void load_inp(unsigned char* stage, const Maps& maps, int k, Mbarrier* full) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::PANELS; panel++)
+        tma_load(stage + Tile::INP + panel * Tile::BATCH * PANEL_ROW_BYTES, &maps.inp,
+                 k * Tile::COLUMNS + panel * PANEL_COLUMNS, 0, 0, full);
+}
+
+// The lane's codes of a group as fragments of A, [k16][register]. lane: the address of its first two in vector 0 of the
+// upper one of its rows; a row's vectors of 16 bytes are swizzled. Int4 has both fragments in the same bytes.
+template <Packing P, typename T>
+__device__ __forceinline__ void load_fragments(uint32_t (&a)[2][4], uint32_t lane, int group) {
+    constexpr int VECTORS = group_bytes(P) / 16;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint32_t from =
+                (lane ^ uint32_t((group * VECTORS + v) * 16)) + uint32_t(i % 2 * 8 * PANEL_ROW_BYTES + i / 2 * 8);
+            uint16_t two;
+            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(two) : "r"(from) : "memory");
+            a[v][i] = neighbour_codes<P, T>(two, 0);
+            if (VECTORS == 1) a[1][i] = neighbour_codes<P, T>(two, 1);
+        }
+}
+
+// sum += the products of the warp's 16 rows of weight in a stage, which is the k-th of the row.
+template <Packing P, typename Tile, typename T>
+__device__ __forceinline__ void multiply_stage(float (&sum)[Tile::NT][4], const unsigned char* stage, int k) {
+    constexpr bool ROW_SCALES = Tile::ROW_SCALES;
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, row = threadIdx.x / WARP * 16 + g;
+    const uint32_t codes = shared_address(stage) + uint32_t(row * PANEL_ROW_BYTES + g * 16 + 2 * t),
+                   b = k_major_descriptor(shared_address(stage) + Tile::INP);
+    const auto* const scales =
+        reinterpret_cast<const fp16*>(stage + Tile::SCALES) + row * SCALE_COLUMNS + k * Tile::GROUPS % SCALE_COLUMNS;
+    constexpr int FRAGMENTS = ROW_SCALES ? 2 : 1;
+    uint32_t a[FRAGMENTS][2][4] = {};  // of two groups in turn
+    float y[Tile::NT][4];              // the sums of a group with a scale of its own; wgmma sets them
+    load_fragments<P, T>(a[0], codes, 0);
+    pin_registers(sum);
+#pragma unroll
+    for (int group = 0; group < Tile::GROUPS; group++) {
+        const int now = group % FRAGMENTS, next = (group + 1) % FRAGMENTS;
+        pin_registers(a[now]);
+        wgmma_fence();
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint32_t columns = b + k_major_step<Tile::BATCH>(2 * group + half);
+            if constexpr (ROW_SCALES)
+                wgmma_k16<T, false>(sum, a[now][half], columns, true);
+            else
+                wgmma_k16<T, false>(y, a[now][half], columns, half > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<FRAGMENTS - 1>();
+        pin_registers(a[next]);  // which have been read
+        if constexpr (!ROW_SCALES) {
+            pin_registers(y);
+            const float scale[2] = {as_float(scales[group]), as_float(scales[8 * SCALE_COLUMNS + group])};
+#pragma unroll
+            for (int j = 0; j < Tile::NT; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) sum[j][i] = fmaf(scale[i / 2], y[j][i], sum[j][i]);
+        }
+        if (group + 1 < Tile::GROUPS) load_fragments<P, T>(a[next], codes, group + 1);
+    }
+    wgmma_wait<0>();
+    pin_registers(a[(Tile::GROUPS - 1) % FRAGMENTS]);
+    pin_registers(sum);
+}
+
+template <Packing P, typename Tile, typename T>
+__global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT)
+    packed_wgmma_kernel(const PackedParams<T> p, const __grid_constant__ Maps maps) {
+    extern __shared__ unsigned char dynamic[];
+    __shared__ MbarrierRing<Tile::STAGES> ring;
+    pdl_launch_dependents();
+    unsigned char* const stages =
+        dynamic + (SWIZZLE_ALIGNMENT - shared_address(dynamic) % SWIZZLE_ALIGNMENT) % SWIZZLE_ALIGNMENT;
+    const int log = 31 - __clz(p.blocks);  // blocks is a power of two
+    const int rank = int(blockIdx.x) & (p.blocks - 1), first_output = int(blockIdx.x) >> log << log_outputs(p);
+    // This block's stages of all those of a row.
+    const int of_row = int((p.C + Tile::COLUMNS - 1) / Tile::COLUMNS), begin = of_row * rank >> log;
+    const int count = (of_row * (rank + 1) >> log) - begin;
+    const bool loads = threadIdx.x == THREADS, multiplies = uniform(int(threadIdx.x) / WARP) < WARPS;
+    if (loads) {
+        ring.init(WARPS);
+        mbarrier_init_fence();
+#pragma unroll 1
+        for (int i = 0; i < min(count, Tile::STAGES); i++)
+            load_weights<Tile>(stages + i * Tile::STAGE_BYTES, p, maps, first_output, begin + i, &ring.full[i]);
+        tma_prefetch_descriptor(&maps.inp);
+    }
+    const TileOutputs<P, T> outputs(p, first_output);
+    __syncthreads();
+    pdl_wait();
+    RingPosition<Tile::STAGES> at;
+    if (loads)
+#pragma unroll 1
+        for (int i = 0; i < count; i++, at.advance()) {
+            unsigned char* const stage = stages + at.stage * Tile::STAGE_BYTES;
+            ring.wait_empty(at);
+            if (i >= Tile::STAGES) load_weights<Tile>(stage, p, maps, first_output, begin + i, &ring.full[at.stage]);
+            load_inp<Tile>(stage, maps, begin + i, &ring.full[at.stage]);
+        }
+    float sum[Tile::NT][4] = {};
+    if (multiplies)
+#pragma unroll 1
+        for (int i = 0; i < count; i++) {
+            ring.wait_full(at);
+            multiply_stage<P, Tile, T>(sum, stages + at.stage * Tile::STAGE_BYTES, begin + i);
+            ring.release_and_advance(at);
+        }
+    __syncthreads();  // all stages have been read
+    float* const sums = reinterpret_cast<float*>(stages);
+    if (multiplies) store_sums(sums, sum);
+    cluster_sync();
+    if (multiplies) outputs.store(p, sums, rank);
+    cluster_sync();  // others may still read this block's sums
+}
+
+template <Packing P, int NT, typename T>
+void launch_tiles(const char* op, const LinearParams<T>& layer, const PackedWeight& weight, Stream stream) {
+    using Shape = Tile<P, NT>;
+    const PackedParams<T> p = packed_params(layer, weight, Shape::COLUMNS, RESIDENT);
+    const auto of_16_bits = [&](int64_t first_byte, int64_t columns, int box) {
+        const auto* const data = reinterpret_cast<const fp16*>(p.rows + first_byte);
+        return make_tensor_map(op, Heads<const fp16>{data, p.row_bytes / 2, 0}, p.OC, 1, columns, HALF, box);
+    };
+    Maps maps{};
+    maps.codes = of_16_bits(0, p.code_bytes / 2, PANEL_COLUMNS);
+    if (!Shape::ROW_SCALES) maps.scales = of_16_bits(p.code_bytes, p.C / PACKED_GROUP, SCALE_COLUMNS);
+    maps.inp = make_tensor_map(op, Heads<const T>{p.inp, p.inp_stride, 0}, p.N, 1, p.C, int(ceil_div(p.N, 8)) * 8);
+    const int64_t stages = std::min<int64_t>(ceil_div(ceil_div(p.C, Shape::COLUMNS), p.blocks), Shape::STAGES);
+    const int bytes = SWIZZLE_ALIGNMENT + std::max(int(stages) * Shape::STAGE_BYTES, Shape::SUM_BYTES);
+    const auto kernel = packed_wgmma_kernel<P, Shape, T>;
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
+    launch_pdl_clusters(op, kernel, grid_of(p.tiles * p.blocks), unsigned(p.blocks), BLOCK_THREADS, size_t(bytes),
+                        stream, p, maps);
+}
+
+}  // namespace
+
+template <typename T>
+bool linear_packed_hopper(const char* op, const LinearParams<T>& layer, const PackedWeight& weight, Stream stream) {
+    if (!is_hopper() || !layer.aligned || !rows_aligned({weight.rows}) || layer.N > SMALL_BATCH_MAX_N ||
+        !can_pack(layer.C))
+        return false;
+    dispatch_packing(weight.packing, [&](auto packing) {
+        constexpr Packing P = decltype(packing)::value;
+        layer.N <= 32 ? launch_tiles<P, 4>(op, layer, weight, stream) : launch_tiles<P, 8>(op, layer, weight, stream);
+    });
+    return true;
+}
+
+template bool linear_packed_hopper(const char*, const LinearParams<bf16>&, const PackedWeight&, Stream);
+template bool linear_packed_hopper(const char*, const LinearParams<fp16>&, const PackedWeight&, Stream);
