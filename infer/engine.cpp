@@ -21,6 +21,7 @@
 #include "kernels/rope.h"
 #include "kernels/softcap.h"
 #include "runtime/device/convert_dtype.h"
+#include "runtime/device/target.h"
 
 namespace {
 
@@ -65,6 +66,14 @@ int64_t bucket(int64_t length, int64_t capacity) {
     return std::min(b, capacity);
 }
 
+// Most rows of a fused step. From three rows on the kernels of linear.h are faster on Hopper for large models: LLaMA
+// 1B, half of the contexts of 2,000 keys, takes 1.12 ms with 2 rows and 1.80 with 4 fused, 1.30 with 6 apart (H200).
+// GPT-2 124M takes 0.28 ms with 4 rows and 0.40 with 8 fused, 0.42 with 64 apart.
+int64_t fused_rows(const ModelConfig& config, const EngineOptions& options) {
+    const bool large = config.channels >= 2048 && dtype_size(options.dtype) == 2 && !options.packing;
+    return large && this_target().hopper ? 2 : LINEAR_SMALL_N;
+}
+
 }  // namespace
 
 // The most tokens of a pass.
@@ -93,7 +102,7 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
       cache(config, {options.slots, options.context, options.cache_pages, pass_tokens()}, options.dtype),
       fused_step_max_batch(options.batch_invariant || options.outside_forward || unfused_model_option(config, options)
                                ? 0
-                               : decode_step_max_batch(decode_model())),
+                               : std::min(decode_step_max_batch(decode_model()), fused_rows(config, options))),
       states(config, options.slots),
       lengths(size_t(options.slots), 0) {
     require(options.slots > 0 && options.context > 0, "engine: a batch of ", options.slots, " sequences of ",

@@ -8,7 +8,7 @@
 //
 // In generation N is small, and the time is that of reading the weights; everything else overlaps with it. On the CPU
 // every sum over c has the same order for all N: a row's result does not depend on the batch, bit for bit. On CUDA that
-// holds for N ≤ LINEAR_SMALL_N (4 on Hopper in 16 bits), and for all N with `batch_invariant`: a GEMV kernel reads the
+// holds for N ≤ LINEAR_SMALL_N (2 on Hopper in 16 bits), and for all N with `batch_invariant`: a GEMV kernel reads the
 // weights once for 8 rows (fewer where rows are too long for shared memory). Small-batch GEMM kernels take up to 64
 // rows of 16-bit elements where the matrix is small enough to be read in the time of a launch or two. Otherwise
 // matmul.h multiplies, and the library chooses the order of sums.
