@@ -553,6 +553,7 @@ std::unique_ptr<RolloutData> read_rollout_data(TrainOptions& o, const ModelSourc
     }
     o.seq_len = out->prompts.longest + r.max_tokens;
     choose_sampler(o, c, this_target());
+    set_toml(o.toml, "rollout", o.rollout.exact ? "\"exact\"" : "\"fast\"");  // a resumed run goes on so
     require(c.positions != Positions::Learned || o.seq_len <= c.max_positions, "the longest prompt has ",
             out->prompts.longest, " tokens; with --max-tokens ", r.max_tokens,
             " that is beyond the model's position table of ", c.max_positions, " rows; lower --max-tokens");

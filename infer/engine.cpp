@@ -379,7 +379,7 @@ void Engine::prepare_graphs() {
     synchronize(stream);  // `sampling` is a local variable
     step_classes = sampling[0].classes | (options.logprobs ? LOGPROBS : 0u);
     if (options.adapters && options.batch_invariant) step_classes |= ADAPTERS;
-    if (!options.batch_invariant && B > LINEAR_SMALL_N) {
+    if (!options.batch_invariant && B > std::max(fused_step_max_batch, linear_gemv_rows(options.dtype))) {
         matmul_tuning(true, stream);
         decode_step(B, bucket(1, options.context));
         const uint32_t classes = step_classes;
@@ -1114,8 +1114,8 @@ void Engine::compact_batch() {
     batch_changed = false;
 }
 
-// A pass over the last token of each row, which is in `ids`. A row that is retired computes what another one does and
-// stores nothing.
+// A pass over the last token of each row, which is in `ids`. A row that is retired takes another one's position and
+// keys, and stores nothing.
 void Engine::outside_decode_step() {
     const auto B = int64_t(batch.size());
     const auto active_row =

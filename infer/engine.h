@@ -223,6 +223,7 @@ class Engine {
 
     const ModelConfig config;
     const EngineOptions options;
+    const Stream stream;
 
   private:
     struct Sequence {
@@ -240,7 +241,7 @@ class Engine {
         int64_t begin, end;
         int64_t sampled;  // sequences that sample the token after the chunk
         int64_t losses;   // where prompt_results has those of the prompt's tokens from the second one on; -1: not asked
-        bool retired;     // computed for nothing, as the next token of a sequence that another chunk continues
+        bool retired;     // computed for nothing, at the place of the next token of another chunk's sequence
     };
     // A step that is queued, with the host memory that receives its results.
     struct QueuedStep {
@@ -319,7 +320,6 @@ class Engine {
     void decode_step(int64_t B, int64_t max_length);
     int64_t step_rows(int64_t sequences) const;
 
-    const Stream stream;
     const bool dynamic_rope;  // RoPE angles depend on the sequence's current length
     KvCache cache;
     const int64_t fused_step_max_batch;  // 0: the fused decode step is not used

@@ -262,6 +262,12 @@ void Scheduler::compute_chunk() {
     }
     if (prompts.empty()) return;
     const auto begin = Clock::now();
+    if (engine.pending()) {  // then no prompt ends here
+        Timed& chunk = queued_chunks.emplace_back();
+        chunk.begin.record(engine.stream);
+        engine.prefill(prompts);
+        return chunk.end.record(engine.stream);
+    }
     engine.prefill(prompts);
     for (const size_t slot : finished)
         engine.remember(int64_t(slot), running[slot].request->context, prefix_space(*running[slot].request));
@@ -305,8 +311,17 @@ void Scheduler::queue_step() {
     engine.decode();
 }
 
+void Scheduler::count_queued_chunks() {
+    for (; !queued_chunks.empty() && queued_chunks.front().end.reached(); queued_chunks.pop_front()) {
+        const double seconds = elapsed_ms(queued_chunks.front().begin, queued_chunks.front().end) / 1000;
+        statistics.prefill_seconds += seconds;
+        statistics.decode_seconds -= seconds;
+    }
+}
+
 void Scheduler::read_step() {
     const Engine::Step& s = engine.next();
+    count_queued_chunks();
     for (size_t i = 0; i < s.tokens.size(); i++) {
         const size_t slot = size_t(s.slots[i]);
         Request* const r = running[slot].request;

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "infer/generate.h"
+#include "runtime/device/device.h"
 
 class Scheduler {
   public:
@@ -85,6 +86,7 @@ class Scheduler {
     Prompt prompt_of(size_t slot, int64_t begin, int64_t end) const;
     void queue_step();
     void read_step();
+    void count_queued_chunks();
     void finish(size_t slot);
     std::vector<size_t> by_arrival() const;
 
@@ -101,4 +103,8 @@ class Scheduler {
     int64_t arrivals = 0, times_suspended = 0;
     bool decoding = false;  // decode steps are queued since decode_begin
     Clock::time_point decode_begin;
+    struct Timed {
+        Event begin, end;
+    };
+    std::deque<Timed> queued_chunks;  // behind steps in flight: their time is not that of decoding
 };

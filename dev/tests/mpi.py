@@ -23,8 +23,10 @@ def collectives():
 
 
 def gpus():
+    """As many as CUDA_VISIBLE_DEVICES leaves to programs."""
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True) if shutil.which("nvidia-smi") else None
-    return listed.stdout.count("GPU ") if listed else 0
+    count, visible = listed.stdout.count("GPU ") if listed else 0, os.environ.get("CUDA_VISIBLE_DEVICES")
+    return count if visible is None else min(count, len(list(filter(None, visible.split(",")))))
 
 
 def why_not():

@@ -86,8 +86,9 @@ struct Rollout {
     std::vector<PolicyExample> examples;
 
     Rollout(const Driver& d, const std::vector<int64_t>& lengths, int64_t G, int64_t max_tokens) {
-        EngineOptions o = engine_options(11, CONTEXT, 1);
-        o.cache_pages = 17;
+        // A GPU has steps in flight with rows of completions that ended: few of at least 17.
+        EngineOptions o = engine_options(on_cpu() ? 11 : 40, CONTEXT, 1);
+        o.cache_pages = on_cpu() ? 17 : 60;
         ExactEngine exact(d, o);
         CompletionOptions options;
         options.max_tokens = max_tokens;

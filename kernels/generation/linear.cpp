@@ -195,6 +195,10 @@ void gemm(const Tensor& out, const Tensor& inp, const W* weight, int64_t ldw, co
 
 }  // namespace
 
+int64_t linear_gemv_rows(DType) {
+    return LINEAR_SMALL_N;
+}
+
 int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packed) {
     return linear_normed_bytes(N, C, dtype) + linear_pre_activation_bytes(N, OC, dtype) +
            (packed ? packed_linear_scratch(N, C) : 0);

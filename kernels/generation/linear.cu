@@ -48,18 +48,11 @@ LinearParams<T> make_params(const LinearSizes& z, const LinearOutput& output, co
     return p;
 }
 
-// Rows for which the GEMV is the fastest kernel. Hopper's tensor cores multiply more rows in the time that reading the
-// weights takes: a matmul of LLaMA 1B takes 26 µs in the mean as a GEMV of 2 rows, 38 of 4, 51 of 8, and 17 with 64
-// rows otherwise (H200).
-template <typename T>
-int64_t gemv_rows() {
-    return sizeof(T) == 2 && is_hopper() ? 2 : LINEAR_SMALL_N;
-}
-
 // False if the layer needs the library.
 template <typename T>
 bool launch_own_kernel(const LinearParams<T>& p, bool batch_invariant, Stream stream) {
-    if ((p.N <= gemv_rows<T>() || batch_invariant) && linear_gemv(OP, p, stream)) return true;
+    const bool few = p.N <= linear_gemv_rows(dtype_of<T>());
+    if ((few || batch_invariant) && linear_gemv(OP, p, stream)) return true;
     if constexpr (sizeof(T) == 2) {
 #ifdef HAVE_SM90A
         if (linear_small_batch_hopper(OP, p, stream)) return true;
@@ -195,6 +188,12 @@ void linear_packed(const LinearSizes& z, const LinearOutput& output, const Tenso
 }
 
 }  // namespace
+
+// Hopper's tensor cores multiply more rows in the time that reading the weights takes: a matmul of LLaMA 1B takes 26 µs
+// in the mean as a GEMV of 2 rows, 38 of 4, 51 of 8, and 17 with 64 rows otherwise (H200).
+int64_t linear_gemv_rows(DType dtype) {
+    return dtype_size(dtype) == 2 && is_hopper() ? 2 : LINEAR_SMALL_N;
+}
 
 int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packed) {
     const int64_t tile = packed ? tile_rows(C, OC) * C * dtype_size(dtype) : 0;

@@ -38,6 +38,8 @@ struct InputNorm {
 };
 
 constexpr int64_t LINEAR_SMALL_N = 8;
+// Rows of inp up to which weights in T are multiplied by the GEMV without batch_invariant.
+int64_t linear_gemv_rows(DType dtype);
 
 // What becomes of y.
 struct LinearOutput {

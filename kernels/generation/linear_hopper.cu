@@ -1,4 +1,4 @@
-// Small-batch GEMM on Hopper GPUs: 9 to 64 rows of inp, 16-bit elements, TMA and wgmma in clusters. A launch takes a
+// Small-batch GEMM on Hopper GPUs: up to 64 rows of inp, 16-bit elements, TMA and wgmma in clusters. A launch takes a
 // few microseconds, most of them latency. So every load is issued once and as early as possible, by TMA where no thread
 // has to touch the data, and threads wait for bytes (mbarriers) instead of for each other.
 //

@@ -1,4 +1,4 @@
-// Small-batch GEMM: 9 to 64 rows of inp, 16-bit elements, mma.sync. For matrices that are read in the time of a launch
+// Small-batch GEMM: up to 64 rows of inp, 16-bit elements, mma.sync. For matrices that are read in the time of a launch
 // or two, where a library's large tiles leave most SMs idle.
 //
 // A block multiplies 32 rows of inp by 16 (MT = 1) or 32 rows of weight. Its eight warps share C in chunks of 32
