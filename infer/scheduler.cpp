@@ -204,10 +204,10 @@ Prompt Scheduler::prompt_of(size_t slot, int64_t begin, int64_t end) const {
 
 // The most tokens of the next chunk: few where sequences wait for it.
 int64_t Scheduler::chunk_size() const {
-    const bool decoding = std::any_of(running.begin(), running.end(),
-                                      [](const Running& s) { return s.request && !s.computing && !s.suspended; });
+    const bool awaited = std::any_of(running.begin(), running.end(),
+                                     [](const Running& s) { return s.request && !s.computing && !s.suspended; });
     const int64_t tokens = chunk_tokens ? chunk_tokens
-                           : decoding   ? Engine::prompt_tokens_beside_decoding()
+                           : awaited    ? Engine::prompt_tokens_beside_decoding()
                                         : Engine::prompt_chunk_tokens();
     return std::min(tokens, engine.options.prompt_tokens);
 }
