@@ -241,7 +241,7 @@ class Engine {
         int64_t begin, end;
         int64_t sampled;  // sequences that sample the token after the chunk
         int64_t losses;   // where prompt_results has those of the prompt's tokens from the second one on; -1: not asked
-        bool retired;     // computed for nothing, at the place of the next token of another chunk's sequence
+        bool retired;     // computed for nothing, at the position of another chunk's token
     };
     // A step that is queued, with the host memory that receives its results.
     struct QueuedStep {

@@ -86,7 +86,8 @@ struct Rollout {
     std::vector<PolicyExample> examples;
 
     Rollout(const Driver& d, const std::vector<int64_t>& lengths, int64_t G, int64_t max_tokens) {
-        // A GPU has steps in flight with rows of completions that ended: few of at least 17.
+        // On a GPU a completion may end while the next step is in flight, which then has a retired row. The engine
+        // waits instead where a sixteenth of the rows is retired, so the batch has more rows than that.
         EngineOptions o = engine_options(on_cpu() ? 11 : 40, CONTEXT, 1);
         o.cache_pages = on_cpu() ? 17 : 60;
         ExactEngine exact(d, o);

@@ -104,7 +104,7 @@ void check(const Case& c, DType T) {
                a.bias.values(), take_columns(a.residual.values(), c.OC + c.gap, a.columns), a.norm_weight.values(),
                a.norm_bias.values(), double(1e-5f));
     std::vector<double> got;
-    // Last as N chooses. On a GPU the GEMV computes as many rows where batch invariance is asked for.
+    // With batch_invariant a GPU computes up to 8 rows by the GEMV, which it otherwise uses for fewer rows.
     for (const bool batch_invariant : {true, false}) {
         if (batch_invariant && (T == DType::F32 || c.N > LINEAR_SMALL_N)) continue;
         const TestArray out = TestArray::poisoned(T, {c.N, ld});
