@@ -7,7 +7,8 @@
 //
 //   CRASH_SHIM_MODE=eio      a read or stat fails with "Input/output error"; these are counted instead of the others
 //
-//   CRASH_SHIM_DIR   the directory or file, an absolute path without links; without it nothing is counted
+//   CRASH_SHIM_DIR   the directory or file, an absolute path without links; one that ends in * stands for all paths that
+//                    begin as it does; without it nothing is counted
 //   CRASH_SHIM_AT    n, from 1; with 0, or an n that is never reached, the process runs as usual
 //   CRASH_SHIM_FOR   how many calls fail from the n-th on; 1 if not set
 //   CRASH_SHIM_THREADS   so many threads can run beside the first one; no limit if not set
@@ -30,7 +31,9 @@ static long calls;  // counted so far, by all threads
 static int inside(const char* path) {
     const char* directory = getenv("CRASH_SHIM_DIR");
     const size_t n = directory ? strlen(directory) : 0;
-    return n > 0 && strncmp(path, directory, n) == 0 && (path[n] == '/' || path[n] == '\0');
+    if (n == 0) return 0;
+    if (directory[n - 1] == '*') return strncmp(path, directory, n - 1) == 0;
+    return strncmp(path, directory, n) == 0 && (path[n] == '/' || path[n] == '\0');
 }
 
 static int fd_inside(int fd) {
