@@ -126,7 +126,7 @@ void Routes::complete(const http::Request& request, const std::shared_ptr<http::
         request.body, service.model, service.model.fixed_seed ? service.model.defaults.seed : random_seed());
     const auto answer = std::make_shared<Answer>(std::move(call), service.model, reply, key);
     const std::weak_ptr<Answer> weak = answer;
-    service.submit(answer);
+    service.submit(answer, request.path);
     reply->on_gone([this, weak] {
         if (const std::shared_ptr<Answer> left = weak.lock()) left->gone = true;
         service.wake();
@@ -146,6 +146,8 @@ void Routes::answer(const http::Request& request, const std::shared_ptr<http::Re
             reply->set_header("Allow", expected);
             throw ApiError(http::WRONG_METHOD, str(request.path, " is for ", expected));
         }
+        const bool chat = path == "/v1/chat/completions";
+        if (chat || path == "/v1/completions") return complete(request, reply, chat, key_of(request));
         const std::string body = answer_to(request, reply);
         service.metrics.request(path, http::OK);
         if (!body.empty()) reply->send(http::OK, "application/json", body);
@@ -170,14 +172,12 @@ std::string Routes::answer_to(const http::Request& request, const std::shared_pt
         return "";
     }
     if (path == "/health") return "{\"status\":\"ok\"}\n";
-    const int64_t key = key_of(request);
+    key_of(request);
     if (path == "/metrics") {
         reply->send(http::OK, "text/plain; version=0.0.4; charset=utf-8", service.metrics.text());
         return "";
     }
     if (path == "/v1/models") return list_models(service.model);
     if (path == "/tokenize") return tokenize(request.body, service.model);
-    if (path == "/detokenize") return detokenize(request.body, service.model);
-    complete(request, reply, path == "/v1/chat/completions", key);
-    return "";
+    return detokenize(request.body, service.model);
 }

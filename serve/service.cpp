@@ -18,7 +18,7 @@ Service::Service(Engine& e, const ServedModel& m, int64_t max_queue)
     scheduler.on_token = [this](const Request& r) { token(r); };
 }
 
-void Service::submit(const std::shared_ptr<Answer>& answer) {
+void Service::submit(const std::shared_ptr<Answer>& answer, const std::string& path) {
     const int64_t count = int64_t(answer->sequences().size());
     {
         const std::lock_guard lock(mutex);
@@ -27,6 +27,7 @@ void Service::submit(const std::shared_ptr<Answer>& answer) {
         if (live > 0 && live + count > most_sequences)
             throw ApiError(http::UNAVAILABLE, str(live, " sequences are running or waiting; try again later"));
         live += count;
+        metrics.request(path, http::OK);  // before its client can have the answer
         fresh.push_back(answer);
     }
     arrived.notify_one();

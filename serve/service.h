@@ -21,8 +21,8 @@ class Service {
 
     // --- any thread
 
-    // Throws ApiError 503 where too many sequences wait, or while the server stops.
-    void submit(const std::shared_ptr<Answer>& answer);
+    // Counts the request of that path. Throws ApiError 503 where too many sequences wait, or while the server stops.
+    void submit(const std::shared_ptr<Answer>& answer, const std::string& path);
     void wake();
     const ServedModel& model;
     Metrics metrics;

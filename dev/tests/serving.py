@@ -196,6 +196,8 @@ class Load:
             except (OSError, http.client.HTTPException) as error:
                 if not self.server_ends:
                     self.wrong.append(repr(error))
+            except Exception as error:  # an answer that cannot be read: a thread that only ends would hide it
+                self.wrong.append(f"{fields}: {error!r}")
 
     def read_stream(self, fields, texts):
         with contextlib.closing(self.server.stream(**fields)) as s:

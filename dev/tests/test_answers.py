@@ -21,9 +21,13 @@ if mode == "environment":
     import signal
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 if mode == "grandchild":
+    ready, wrote = os.pipe()
     if os.fork() == 0:
         open(sys.argv[2], "w").write(str(os.getpid()))
+        os.close(wrote)
         time.sleep(600)
+    os.close(wrote)
+    os.read(ready, 1)  # until it is written
 for line in sys.stdin:
     row = json.loads(line)
     assert sorted(row) == ["answer", "completion", "id", "prompt"], row
@@ -142,7 +146,7 @@ class AnswersTest(BaseRunTest):
                 result = self.result(*self.command(mode))
                 self.assertEqual((result["reward"], result["accuracy"]), (0.5, 0))
         pid = os.path.join(self.top, "pid")
-        self.result(*self.command("grandchild", pid))
+        self.result(*self.command("grandchild", pid, processes=1))
         self.assertGone(int(text_of(pid)))
         self.write({"prompt": "A", "answer": "1", "verifier": [{"name": "command", "weight": 2}]},
                    {"prompt": "B", "answer": "q" * 200000, "verifier": [{"name": "exact_match", "weight": 0},
@@ -152,11 +156,11 @@ class AnswersTest(BaseRunTest):
 
     def assertGone(self, pid):
         for _ in range(200):
-            if not os.path.exists(f"/proc/{pid}"):
-                return
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rsplit(")", 1)[1].split()[0] == "Z":
+            try:
+                if text_of(f"/proc/{pid}/stat").rsplit(")", 1)[1].split()[0] == "Z":
                     return  # of init, which has not looked yet
+            except (FileNotFoundError, ProcessLookupError):
+                return
             time.sleep(0.05)
         self.fail(f"process {pid} still runs")
 
@@ -173,7 +177,7 @@ class AnswersTest(BaseRunTest):
                             "too much": "\"reward\": 1.5}', expected",
                             "endless": "it wrote more than 1048576 bytes without a line's end"}.items():
             with self.subTest(mode):
-                args = [*self.command(mode, processes=1), "--verifier-timeout", 3]
+                args = [*self.command(mode, processes=1), "--verifier-timeout", 3 if mode == "hangs" else 60]
                 done = self.eval(*args)
                 self.assertEqual((done.returncode, done.stdout), (1, ""), done.stderr)
                 self.assertEqual(done.stderr.count("\n"), 1, done.stderr)

@@ -26,11 +26,11 @@ class MpiTest(unittest.TestCase):
 
     def test_hanging_rank_ends_the_run_with_an_error(self):
         start = time.monotonic()
-        done = mpi.mpirun(2, [BINARY, *HANGS], TEST_COMM_SIZE="2", TEST_COMM_TIMEOUT="1.5")
+        done = mpi.mpirun(2, [BINARY, *HANGS], TEST_COMM_SIZE="2", TEST_COMM_TIMEOUT="5")
         self.assertNotEqual(done.returncode, 0)
-        self.assertIn("rank 0: all_reduce of 1000 fp32: no answer from the other ranks within 1.5 s (--comm-timeout); "
+        self.assertIn("rank 0: all_reduce of 1000 fp32: no answer from the other ranks within 5 s (--comm-timeout); "
                       "one of them has ended or hangs", done.stdout + done.stderr)
-        self.assertLess(time.monotonic() - start, 20)
+        self.assertLess(time.monotonic() - start, 50)
 
     def test_dead_rank_ends_the_run(self):
         start = time.monotonic()

@@ -182,7 +182,7 @@ TEST(Control, DuplicateRankIsAnError) {
     const int port = free_port();
     const auto errors = run_ranks_as_threads(3, [&](int64_t thread) {
         const int64_t rank = std::min<int64_t>(thread, 1);
-        ControlChannel channel(world_of(rank, 3, port, 2), member_of(thread));
+        ControlChannel channel(world_of(rank, 3, port, 20), member_of(thread));
     });
     EXPECT_EQ(errors[0].substr(0, 28), "rank 0: rank 1 joined twice,");
     EXPECT_EQ(errors[1], "rank 1" + errors[0].substr(6));
@@ -360,7 +360,7 @@ TEST(Control, DetectsARankThatHangs) {
     const int port = free_port();
     std::atomic<int> over{0};
     const auto errors = run_ranks_as_threads(3, [&](int64_t rank) {
-        ControlChannel channel(world_of(rank, 3, port, 0.5), member_of(rank));
+        ControlChannel channel(world_of(rank, 3, port, 5), member_of(rank));
         channel.barrier();
         while (rank == 2 && over < 2) std::this_thread::sleep_for(std::chrono::milliseconds(10));
         if (rank == 2) return;
@@ -375,7 +375,7 @@ TEST(Control, DetectsARankThatHangs) {
     for (const int64_t rank : {0, 1}) {
         EXPECT_EQ(errors[size_t(rank)],
                   str("rank ", rank,
-                      ": barrier: no message from rank 2 within 0.5 s (--comm-timeout); it hangs or waits for another "
+                      ": barrier: no message from rank 2 within 5 s (--comm-timeout); it hangs or waits for another "
                       "operation"));
     }
 }

@@ -321,9 +321,11 @@ TEST_F(LocalRanksTest, SocketListensBeforeRanksConnect) {
 TEST_F(LocalRanksTest, RepeatedErrorsArePrintedOnceWithTheRank) {
     const Ended e =
         run("if [ $TRAIN_GPT_RANK = 0 ]; then echo progress >&2; touch $1/0; exit 0; fi; "
-            "while [ ! -e $1/$((TRAIN_GPT_RANK - 1)) ]; do sleep 0.01; done; sleep 0.2; "
-            "echo the same >&2; sleep 0.1; [ $TRAIN_GPT_RANK != 2 ] || echo other >&2; "
-            "printf 'no newline %s' $TRAIN_GPT_RANK >&2; touch $1/$TRAIN_GPT_RANK",
+            "if [ $TRAIN_GPT_RANK = 1 ]; then echo $$ >$1/pid; while [ ! -e $1/0 ]; do sleep 0.01; done; "
+            // What a rank left without a newline is printed when its status has been read: until then rank 2 waits.
+            "else while [ ! -s $1/pid ] || kill -0 $(cat $1/pid) 2>/dev/null; do sleep 0.01; done; fi; "
+            "echo the same >&2; [ $TRAIN_GPT_RANK != 2 ] || echo other >&2; "
+            "printf 'no newline %s' $TRAIN_GPT_RANK >&2",
             3);
     EXPECT_EQ(e.status, 0);
     EXPECT_EQ(e.errors,

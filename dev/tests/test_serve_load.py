@@ -23,7 +23,7 @@ class ServeLoad(TrainingTest):
         super().setUpClass()
         trained = cls.train("m-run", "--model", "llama-tiny", "--layers", 1, "--channels", 32,
                             "--heads", 2, "--ffn", 64, "--steps", 1, "--vocab-size", 257, "--lr", "1e-20",
-                            "--max-positions", 4096)
+                            "--max-positions", 16384)
         cls.model = checkpoint(trained)
 
     def server(self, *args):
@@ -95,15 +95,15 @@ class ServeLoad(TrainingTest):
             self.eventually(lambda: server.count("pages_in_use") == 0)
 
     def test_a_client_that_goes_away(self):
-        with self.server("--slots", 2, "--context", 4000) as server:
+        with self.server("--slots", 2, "--context", 16000) as server:
             def running():
                 return server.count("sequences_running")
-            streams = [server.stream(prompt=text, max_tokens=3900, ignore_eos=True) for text in "abc"]
+            streams = [server.stream(prompt=text, max_tokens=15900, ignore_eos=True) for text in "abc"]
             self.eventually(lambda: running() == 2 and server.count("sequences_waiting") == 1)
             for s in streams[::-1]:  # first the one that waits
                 s.close()
             self.eventually(lambda: running() == 0 and server.count("pages_in_use") == 0)
-            body = json.dumps({"model": "m", "prompt": "a", "max_tokens": 3900, "ignore_eos": True}).encode()
+            body = json.dumps({"model": "m", "prompt": "a", "max_tokens": 15900, "ignore_eos": True}).encode()
             s = socket.create_connection(("127.0.0.1", server.port))
             s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
                       % len(body) + body)
@@ -113,8 +113,8 @@ class ServeLoad(TrainingTest):
             self.assertEqual(server.count("cancelled_total"), 4)
 
     def test_a_full_queue(self):
-        with self.server("--slots", 1, "--context", 4000, "--max-queue", 1) as server:
-            streams = [server.stream(prompt="a", max_tokens=3900, ignore_eos=True) for _ in range(2)]
+        with self.server("--slots", 1, "--context", 16000, "--max-queue", 1) as server:
+            streams = [server.stream(prompt="a", max_tokens=15900, ignore_eos=True) for _ in range(2)]
             self.eventually(lambda: server.count("sequences_waiting") == 1)
             status, headers, body = server.ask("POST", "/v1/completions", {"model": "m", "prompt": "a"})
             self.assertEqual((status, headers["Retry-After"]), (503, "1"), body)
@@ -165,15 +165,15 @@ class ServeLoad(TrainingTest):
                 if b"[DONE]" in got or b'"error"' in got:
                     break
             return got
-        with self.server("--context", 4000) as server:
-            s = server.stream(prompt="a", max_tokens=1500, ignore_eos=True)
+        with self.server("--context", 16000) as server:
+            s = server.stream(prompt="a", max_tokens=1500 if sanitized() else 6000, ignore_eos=True)
             self.eventually(lambda: server.count("sequences_running") == 1)
             server.process.send_signal(signal.SIGTERM)
             self.eventually(lambda: server.complete(prompt="a", max_tokens=1)[0] == 503)
             self.assertIn(b"[DONE]", rest(s))
             self.assertEqual(server.process.wait(20), 0)
-        with self.server("--context", 4000, "--drain-timeout", 0.1) as server:
-            s = server.stream(prompt="a", max_tokens=3900, ignore_eos=True)
+        with self.server("--context", 16000, "--drain-timeout", 0.1) as server:
+            s = server.stream(prompt="a", max_tokens=15900, ignore_eos=True)
             self.eventually(lambda: server.count("sequences_running") == 1)
             server.process.send_signal(signal.SIGTERM)
             got = rest(s)
