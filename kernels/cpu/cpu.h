@@ -61,12 +61,42 @@ ALWAYS_INLINE vec16 vec_abs(vec16 x) {
     return reinterpret_cast<vec16>(reinterpret_cast<ivec16>(x) & 0x7fffffff);
 }
 
+// Sums in the lanes of a vec16, from one iteration of a loop to the next. With AVX2 GCC keeps a vec16 that lives across
+// iterations on the stack and moves it in pieces of 8 and 16 bytes; two vec8 stay in registers. Only loads of 8 floats
+// keep them there: halves of a vec16 that was loaded become scalar loads.
+struct LaneSums {
+    vec8 low = {}, high = {};
+
+    // += y · x; x, y: 16 floats each, or y in all lanes.
+    ALWAYS_INLINE void add_products(const float* x, const float* y) {
+        low += load(x) * load(y);
+        high += load(x + 8) * load(y + 8);
+    }
+    ALWAYS_INLINE void add_products(const float* x, float y) {
+        low += y * load(x);
+        high += y * load(x + 8);
+    }
+    ALWAYS_INLINE void store(float* to) const {
+        std::memcpy(to, &low, sizeof low);
+        std::memcpy(to + 8, &high, sizeof high);
+    }
+    ALWAYS_INLINE float sum() const { return tree(low + high); }
+
+    static ALWAYS_INLINE vec8 load(const float* p) {
+        vec8 v;
+        std::memcpy(&v, p, sizeof v);
+        return v;
+    }
+    static ALWAYS_INLINE float tree(vec8 a) {
+        const vec4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+        return (b[0] + b[2]) + (b[1] + b[3]);
+    }
+};
+
 // Sum and maximum over the lanes as a tree of fixed shape: AVX2 and AVX-512 give the same bits.
 ALWAYS_INLINE float vec_sum(vec16 x) {
-    const vec8 a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-                   __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-    const vec4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-    return (b[0] + b[2]) + (b[1] + b[3]);
+    return LaneSums::tree(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+                          __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
 }
 
 ALWAYS_INLINE float vec_hmax(vec16 x) {

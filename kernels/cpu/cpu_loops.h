@@ -35,10 +35,16 @@ ALWAYS_INLINE void for_each_vector(int64_t n, Body body) {
 }
 
 ALWAYS_INLINE float vec_dot(const float* a, const float* b, int64_t n) {
-    vec16 sum = {};
-    for_each_vector(n, [&](int64_t i, int64_t lanes)
-                           INLINE_LAMBDA { sum += vec_load_lanes(a + i, lanes) * vec_load_lanes(b + i, lanes); });
-    return vec_sum(sum);
+    LaneSums sum;
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) sum.add_products(a + i, b + i);
+    if (i < n) {
+        float last[2][16] = {};
+        vec_store(last[0], vec_load_partial(a + i, n - i));
+        vec_store(last[1], vec_load_partial(b + i, n - i));
+        sum.add_products(last[0], last[1]);
+    }
+    return sum.sum();
 }
 
 // Row stride of a matrix [N, C] in elements. A single row may have any stride; libraries get a valid one.

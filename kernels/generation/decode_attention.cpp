@@ -57,17 +57,11 @@ ALWAYS_INLINE void weighted_sum(float* out, const float* p, const float* v, cons
     constexpr int64_t WIDE = 64;
     int64_t c = 0;
     for (; c + WIDE <= n; c += WIDE) {
-        vec16 a = {}, b = {}, d = {}, e = {};
+        LaneSums sums[WIDE / 16];
         for_each_key(v + c, rows, stride, [&](int64_t j, const float* row) INLINE_LAMBDA {
-            a += p[j] * vec_load(row);
-            b += p[j] * vec_load(row + 16);
-            d += p[j] * vec_load(row + 32);
-            e += p[j] * vec_load(row + 48);
+            for (int i = 0; i < WIDE / 16; i++) sums[i].add_products(row + 16 * i, p[j]);
         });
-        vec_store(out + c, a);
-        vec_store(out + c + 16, b);
-        vec_store(out + c + 32, d);
-        vec_store(out + c + 48, e);
+        for (int i = 0; i < WIDE / 16; i++) sums[i].store(out + c + 16 * i);
     }
     for_each_vector(n - c, [&](int64_t i, int64_t lanes) INLINE_LAMBDA {
         vec16 sum = {};

@@ -96,8 +96,7 @@ AMX void panel_rows(const PackedLinear& p, const Panel& panel, int64_t begin, in
     float out[ROWS][PANEL_OUTPUTS];
     for (int64_t n = 0; n < p.N; n += ROWS) {
         for (int64_t half = 0; half * Panel::HALF < end - begin; half++) tile(p, panel, n, half, out);
-        for (int64_t r = 0; r < std::min<int64_t>(ROWS, p.N - n); r++)
-            for (int64_t o = begin; o < end; o++) p.store(n + r, o, out[r][o - begin]);
+        for (int64_t r = 0; r < std::min<int64_t>(ROWS, p.N - n); r++) p.store_row(n + r, begin, end - begin, out[r]);
     }
     _tile_release();
 }

@@ -3,7 +3,7 @@
 // and the 8 of a group are added in 16 bits. Int8: |w| times x with the sign of w, at most 2·128·127 a pair.
 #include "kernels/generation/packed_linear_kernels.h"
 
-#ifndef __AVX2__
+#if !defined(__AVX2__) || !defined(__F16C__)
 const PackedKernels* packed_kernels_avx2() {
     return nullptr;
 }
@@ -16,6 +16,12 @@ constexpr int64_t G = PACKED_GROUP;
 
 ALWAYS_INLINE __m256i load32(const void* p) {
     return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+
+ALWAYS_INLINE uint16_t load16(const uint8_t* p) {
+    uint16_t bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return bits;
 }
 
 // The products of a group of a row as 8 sums of 4.
@@ -44,13 +50,19 @@ ALWAYS_INLINE __m256i dot_8_groups(const uint8_t* w, const int8_t* x, int64_t n)
     return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
+// The scales of groups [g, g + n), n ≤ 8, of a row of weight; the others are 0.
+ALWAYS_INLINE __m256 scales_of(const uint8_t* scales, int64_t g, int64_t n) {
+    if (n == 8) return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + 2 * g)));
+    uint64_t halves[2] = {};
+    for (int64_t i = 0; i < n; i++) halves[i / 4] |= uint64_t(load16(scales + 2 * (g + i))) << (i % 4 * 16);
+    return _mm256_cvtph_ps(_mm_set_epi64x(int64_t(halves[1]), int64_t(halves[0])));
+}
+
 template <Packing P>
 ALWAYS_INLINE __m256 add_8_groups(__m256 partial, const PackedLinear& p, const uint8_t* row, int64_t g, int64_t n) {
     __m256i sums = dot_8_groups<P>(row + packed_code_bytes(P, g * G), p.codes + g * G, n);
     sums = _mm256_add_epi32(sums, load32(p.offsets + g));
-    alignas(32) float d[8] = {};
-    packed_scales(d, row + packed_code_bytes(P, p.C), g, n);
-    const __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(p.scales + g), _mm256_load_ps(d));
+    const __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(p.scales + g), scales_of(row + packed_code_bytes(P, p.C), g, n));
     return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), scale, partial);
 }
 
@@ -69,9 +81,7 @@ void one_row_of(const PackedLinear& p, int64_t begin, int64_t end) {
         }
         for (int half = 0; half < 2 && g < p.groups(); half++, g += 8)
             partial[half] = add_8_groups<P>(partial[half], p, row, g, std::min<int64_t>(8, p.groups() - g));
-        vec16 all;
-        std::memcpy(&all, partial, sizeof all);
-        p.store(0, o, vec_sum(all));
+        p.store(0, o, LaneSums::tree(partial[0] + partial[1]));
     }
 }
 
@@ -152,8 +162,7 @@ void panel_of(const PackedLinear& p, const Panel& panel, int64_t begin, int64_t 
     float out[NB][PANEL_OUTPUTS];
     for (int64_t n = 0; n < p.N; n += NB) {  // the rows of inp are padded to a multiple of 16
         for (int64_t first = 0; first < end - begin; first += 8) tile<P, NB>(p, panel, n, first, out);
-        for (int64_t r = 0; r < std::min<int64_t>(NB, p.N - n); r++)
-            for (int64_t o = begin; o < end; o++) p.store(n + r, o, out[r][o - begin]);
+        for (int64_t r = 0; r < std::min<int64_t>(NB, p.N - n); r++) p.store_row(n + r, begin, end - begin, out[r]);
     }
 }
 

@@ -37,6 +37,16 @@ struct PackedLinear {
         if (residual) y += residual[n * residual_stride + o];
         out[n * out_stride + o] = y;
     }
+    // store() of outputs [begin, begin + n_outputs) of a row, which are at y and are lost.
+    void store_row(int64_t n, int64_t begin, int64_t n_outputs, float* y) const {
+        const auto add = [&](const float* x) {
+#pragma GCC ivdep
+            for (int64_t i = 0; i < n_outputs; i++) y[i] += x[i];
+        };
+        if (bias) add(bias + begin);
+        if (residual) add(residual + n * residual_stride + begin);
+        std::copy_n(y, n_outputs, out + n * out_stride + begin);
+    }
 };
 
 // 32 outputs of a weight as two halves of 16: codes [C / 32][2][8][16][4], four codes of an output side by side; scales

@@ -187,8 +187,7 @@ VNNI void panel_rows(const PackedLinear& p, const Panel& panel, int64_t begin, i
         constexpr void (*TILES[])(const PackedLinear&, const Panel&, int64_t, float(*)[PANEL_OUTPUTS]) = {
             tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
         TILES[rows - 1](p, panel, n, out);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t o = begin; o < end; o++) p.store(n + r, o, out[r][o - begin]);
+        for (int64_t r = 0; r < rows; r++) p.store_row(n + r, begin, end - begin, out[r]);
     }
 }
 
