@@ -7,9 +7,8 @@
 //
 //   CRASH_SHIM_MODE=eio      a read or stat fails with "Input/output error"; these are counted instead of the others
 //
-//   CRASH_SHIM_DIR   the directory or file, an absolute path without links; one that ends in * stands for all paths
-//   that
-//                    begin as it does; without it nothing is counted
+//   CRASH_SHIM_DIR   the directory or file, an absolute path without links, or with * at its end all paths that begin
+//                    so; without it nothing is counted
 //   CRASH_SHIM_AT    n, from 1; with 0, or an n that is never reached, the process runs as usual
 //   CRASH_SHIM_FOR   how many calls fail from the n-th on; 1 if not set
 //   CRASH_SHIM_THREADS   so many threads can run beside the first one; no limit if not set
