@@ -26,7 +26,7 @@
 
 namespace {
 
-using namespace linear_gemv_rows;
+using namespace gemv_rows;
 
 constexpr int PAIR = 2;
 constexpr int VECTORS_AHEAD = 4;  // of each row of weight that a lane loads together

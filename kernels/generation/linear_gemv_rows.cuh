@@ -4,7 +4,7 @@
 #include "kernels/cuda/row_statistics.cuh"
 #include "kernels/generation/linear.cuh"
 
-namespace linear_gemv_rows {
+namespace gemv_rows {
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP;
 constexpr int64_t SHARED_BYTES = 64 << 10;  // for the rows: two blocks fit on every SM
@@ -85,4 +85,4 @@ void request_shared_bytes(const char* op, Kernel kernel, size_t bytes) {
         cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), op);
 }
 
-}  // namespace linear_gemv_rows
+}  // namespace gemv_rows

@@ -28,7 +28,7 @@
 
 namespace {
 
-using namespace linear_gemv_rows;
+using namespace gemv_rows;
 
 constexpr int TILE = 16;      // outputs of a tile
 constexpr int MAX_PARTS = 4;  // matrices of an NF4 weight: q, k and v, or gate and up
