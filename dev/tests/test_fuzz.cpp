@@ -24,6 +24,7 @@
 #include "data/tokenizer_import.h"
 #include "data/tokenizer_json.h"
 #include "dev/tests/fixtures.h"
+#include "dev/tests/fuzz_rounds.h"
 #include "dev/tests/saved_state.h"
 #include "dev/tests/temp_dir.h"
 #include "dev/tests/tokenizer_fixture.h"
@@ -244,8 +245,7 @@ class Fuzz : public testing::Test {
               const std::function<void()>& read) {
         put_file(path, good);
         ASSERT_NO_THROW(read()) << path;
-        const char* const rounds = std::getenv("FUZZ_ROUNDS");
-        count *= rounds ? std::max(1, std::atoi(rounds)) : 1;
+        count *= fuzz_rounds();
         int errors = 0, sound = 0;
         for (int i = 0; i < count; i++) {
             const uint64_t seed = name_hash(path.substr(dir.path().size())) + uint64_t(i);
@@ -679,9 +679,7 @@ TEST_F(Fuzz, TemplatesCostLittle) {
         "{{ x.a" + std::string(400'000, 'b') + " }}",
         std::string(100'000, ' ').replace(0, 0, "{% raw %}{%"),
     };
-    const char* const rounds = std::getenv("FUZZ_ROUNDS");
-    for (int i = 0; i < HOSTILE * (rounds ? std::max(1, std::atoi(rounds)) : 1); i++)
-        programs.push_back(HostileTemplate(uint64_t(i)).program());
+    for (int i = 0; i < HOSTILE * fuzz_rounds(); i++) programs.push_back(HostileTemplate(uint64_t(i)).program());
     for (const std::string& program : programs) {
         const std::clock_t start = std::clock();  // of this process: other programs may run
         limit = in_use + BYTES;

@@ -3,11 +3,11 @@
 #include "infer/scheduler.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <set>
 #include <tuple>
 
+#include "dev/tests/fuzz_rounds.h"
 #include "dev/tests/generation_fixture.h"
 #include "dev/tests/test_util.h"
 #include "runtime/rng.h"
@@ -136,8 +136,6 @@ void check_alone(Engine& engine, const std::vector<std::unique_ptr<Job>>& jobs) 
 // environment makes 10,000 requests of the 400 that all types have together.
 TEST_P(GenerationByType, EachRequestOfAScheduleHasTheTokensThatItHasAlone) {
     const ModelConfig& c = driver.model.config;
-    const char* const variable = std::getenv("FUZZ_ROUNDS");
-    const int64_t rounds = variable ? std::max(1, std::atoi(variable)) : 1;
     int64_t suspensions = 0;
     for (const DType dtype : generation_dtypes(c)) {
         Driver d(c, training_shape(1, 8, dtype));
@@ -152,7 +150,7 @@ TEST_P(GenerationByType, EachRequestOfAScheduleHasTheTokensThatItHasAlone) {
             SCOPED_TRACE(str(dtype_name(dtype), ", ", slots, " slots, ", pages, " pages, ", adapted, " adapters"));
             Generation together(d.model, options_of(slots, 760, pages), adapted ? &adapters : nullptr, adapted),
                 alone(d.model, options_of(1, 760, 0), adapted ? &adapters : nullptr, adapted);
-            for (int64_t round = 0; round < rounds; round++) {
+            for (int64_t round = 0; round < fuzz_rounds(); round++) {
                 const uint64_t seed = uint64_t(slots + 100 * round);
                 SCOPED_TRACE(str("seed ", seed));
                 const std::vector<std::unique_ptr<Job>> jobs = random_jobs(c, seed, 20, 600);

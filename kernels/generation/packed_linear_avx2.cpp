@@ -18,12 +18,6 @@ ALWAYS_INLINE __m256i load32(const void* p) {
     return _mm256_loadu_si256(static_cast<const __m256i*>(p));
 }
 
-ALWAYS_INLINE uint16_t load16(const uint8_t* p) {
-    uint16_t bits;
-    std::memcpy(&bits, p, sizeof bits);
-    return bits;
-}
-
 // The products of a group of a row as 8 sums of 4.
 template <Packing P>
 ALWAYS_INLINE __m256i dot_group(const uint8_t* w, const int8_t* x) {
@@ -53,9 +47,9 @@ ALWAYS_INLINE __m256i dot_8_groups(const uint8_t* w, const int8_t* x, int64_t n)
 // The scales of groups [g, g + n), n ≤ 8, of a row of weight; the others are 0.
 ALWAYS_INLINE __m256 scales_of(const uint8_t* scales, int64_t g, int64_t n) {
     if (n == 8) return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + 2 * g)));
-    uint64_t halves[2] = {};
-    for (int64_t i = 0; i < n; i++) halves[i / 4] |= uint64_t(load16(scales + 2 * (g + i))) << (i % 4 * 16);
-    return _mm256_cvtph_ps(_mm_set_epi64x(int64_t(halves[1]), int64_t(halves[0])));
+    __m128i halves = _mm_setzero_si128();
+    std::memcpy(&halves, scales + 2 * g, size_t(2 * n));
+    return _mm256_cvtph_ps(halves);
 }
 
 template <Packing P>
