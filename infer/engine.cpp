@@ -78,6 +78,7 @@ int64_t fused_rows(const ModelConfig& config, const EngineOptions& options) {
 
 // The most tokens of a pass.
 int64_t Engine::pass_tokens() const {
+    if (prompts_by_page()) return std::max(KV_PAGE, options.slots);
     return std::max(std::min(prompt_chunk_tokens(), options.prompt_tokens), options.slots);
 }
 
@@ -114,10 +115,10 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
             " rows; use a shorter context");
     require(options.top_logprobs >= 0 && options.top_logprobs <= MAX_TOP_LOGPROBS, "engine: top_logprobs is ",
             options.top_logprobs, ", expected 0 to ", MAX_TOP_LOGPROBS);
-    require(
-        !options.outside_forward || (options.dtype != DType::F16 && !config.has_linear_attention() && !dynamic_rope &&
-                                     !options.adapters && !options.top_logprobs && !options.prompt_logprobs),
-        "engine: outside_forward with what it does not support");
+    require(!options.outside_forward ||
+                (options.dtype != DType::F16 && !options.batch_invariant && !config.has_linear_attention() &&
+                 !dynamic_rope && !options.adapters && !options.top_logprobs && !options.prompt_logprobs),
+            "engine: outside_forward with what it does not support");
     if (options.sampling_classes & sampling_class::REPEAT)
         seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((options.sampled_vocab + 31) / 32), 0));
     plan_memory();
@@ -298,6 +299,7 @@ void Engine::restart() {
 // What lies in memory before the first step.
 void Engine::fill_memory() {
     if (decode_scratch) device_fill(decode_scratch.data, 0, size_t(decode_scratch.bytes()), stream);
+    device_fill(ids.data, 0, size_t(ids.bytes()), stream);  // rows that no sequence has look up token 0
     if (fused_step_max_batch > 0) {
         std::vector<LayerCache> of_layer;
         for (int64_t l = 0; l < config.layers; l++) of_layer.push_back(cache.layer(l));
@@ -380,7 +382,7 @@ void Engine::prepare_graphs() {
     step_classes = sampling[0].classes | (options.logprobs ? LOGPROBS : 0u);
     if (options.adapters && options.batch_invariant) step_classes |= ADAPTERS;
     if (!options.batch_invariant && B > std::max(fused_step_max_batch, linear_gemv_rows(options.dtype))) {
-        matmul_tuning(true, stream);
+        matmul_tuning(options.tune_matmuls, stream);
         decode_step(B, bucket(1, options.context));
         const uint32_t classes = step_classes;
         step_classes |= ADAPTERS;  // other matmuls, without activations
@@ -544,28 +546,38 @@ LinearAttentionState Engine::copy_states(const LinearAttentionState& from) {
 
 // Runs packed prompt chunks through the model. For each prompt that ends in this pass, copies the last token's row of x
 // to `last`, the head's input, from row first_finished on.
-// token_ids: the tokens, if they are on the device only.
-void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished, Tensor token_ids) {
+void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished) {
+    const PassInputs in = upload_pass(chunks);
+    run_pass(in, first_finished);
+    for (const PromptChunk& p : chunks) cache.forget(p.prompt->slot, length(p.prompt->slot));
+    if (!forward) score_prompts(chunks, x.rows(0, in.positions.shape[0]));
+}
+
+// Uploads what a pass over the chunks reads. token_ids: the tokens, if they are on the device only.
+Engine::PassInputs Engine::upload_pass(const std::vector<PromptChunk>& chunks, Tensor token_ids) {
+    PassInputs in;
     std::vector<int32_t> token, position, adapter, q_ends{0}, k_ends{0}, slots, finished;
     std::vector<std::vector<int32_t>> row(rows.size());
     std::vector<int64_t> sequence_lengths;
     int64_t most_tokens = 0, most_keys = 0;  // of a chunk
-    const bool has_past =
+    in.has_past =
         std::any_of(chunks.begin(), chunks.end(), [&](const PromptChunk& p) { return length(p.prompt->slot) > 0; });
     for (const PromptChunk& p : chunks) {
         if (p.retired) continue;
-        if (has_past && length(p.prompt->slot) == 0) states.clear(p.prompt->slot, stream);
+        if (in.has_past && length(p.prompt->slot) == 0) states.clear(p.prompt->slot, stream);
         grow(p.prompt->slot, p.end - p.begin);
     }
     for (const PromptChunk& p : chunks) {
         const int64_t slot = p.prompt->slot, n = p.end - p.begin, past = length(slot) - n;
+        // Of the prompt, tokens that other passes compute; dynamic RoPE's angles are those of the whole prompt.
+        const int64_t later = token_ids ? 0 : int64_t(p.prompt->tokens.size()) - p.end + p.prompt->later;
         for (int64_t i = 0; i < n; i++) {
             if (!token_ids) token.push_back(p.prompt->tokens[size_t(p.begin + i)]);
             position.push_back(static_cast<int32_t>(past + i));
             adapter.push_back(p.prompt->adapter);
             for (size_t g = 0; g < row.size(); g++)
                 row[g].push_back(p.retired ? -1 : cache.row(int64_t(g), slot, past + i));
-            sequence_lengths.push_back(past + n);
+            sequence_lengths.push_back(past + n + later);
         }
         q_ends.push_back(q_ends.back() + static_cast<int32_t>(n));
         k_ends.push_back(k_ends.back() + static_cast<int32_t>(past + n));
@@ -573,6 +585,13 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
         most_tokens = std::max(most_tokens, n);
         most_keys = std::max(most_keys, past + n);
         finished.insert(finished.end(), size_t(p.sampled), q_ends.back() - 1);
+    }
+    if (prompts_by_page()) {  // rows of no sequence; attention and linear attention choose kernels by max_q
+        for (std::vector<int32_t>* of_rows : {&token, &position}) of_rows->resize(KV_PAGE, 0);
+        adapter.resize(KV_PAGE, -1);
+        for (std::vector<int32_t>& of_group : row) of_group.resize(KV_PAGE, -1);
+        sequence_lengths.resize(KV_PAGE, 1);
+        most_tokens = KV_PAGE;
     }
 
     staging->next();
@@ -582,61 +601,52 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
         if (!host.empty()) staging->put(t.data, host.data(), t.bytes(), stream);
         return t;
     };
-    if (!token_ids) token_ids = put(tokens, token);
-    const Tensor token_positions = put(positions, position);
-    const std::optional<AdapterTiles> tiles = upload_adapters(adapter);
-    std::vector<Tensor> token_rows;  // by group
-    for (size_t g = 0; g < row.size(); g++) token_rows.push_back(put(rows[g], row[g]));
+    in.tokens = token_ids ? token_ids : put(tokens, token);
+    in.positions = put(positions, position);
+    in.tiles = upload_adapters(adapter);
+    for (size_t g = 0; g < row.size(); g++) in.rows.push_back(put(rows[g], row[g]));
     upload_angles(position, sequence_lengths);
-    AttentionSequences sequences_of_pass;
-    sequences_of_pass.cum_q = put(cum_q, q_ends);
-    sequences_of_pass.cum_k = put(cum_k, k_ends);
-    sequences_of_pass.max_q = most_tokens;
-    sequences_of_pass.max_k = most_keys;
-    sequences_of_pass.page_rows = put(pass_slots, slots);
-    const Tensor finished_rows = put(last_rows, finished);
-    const LinearAttentionSequences linear_sequences{sequences_of_pass.cum_q, most_tokens};
+    in.sequences.cum_q = put(cum_q, q_ends);
+    in.sequences.cum_k = put(cum_k, k_ends);
+    in.sequences.max_q = most_tokens;
+    in.sequences.max_k = most_keys;
+    in.sequences.page_rows = put(pass_slots, slots);
+    in.finished = put(last_rows, finished);
+    return in;
+}
 
+// What prefill_pass() computes on the device.
+void Engine::run_pass(const PassInputs& in, int64_t first_finished) {
     const ModelConfig& c = config;
-    const int64_t N = int64_t(position.size()), Q = c.heads * c.head_size, done = int64_t(finished.size());
+    const int64_t N = in.positions.shape[0], Q = c.heads * c.head_size;
+    const Tensor last_of_pass = last.rows(first_finished, first_finished + in.finished.shape[0]);
     const Tensor angles = table ? angle_rows(N) : Tensor{};
     const auto attend = [&](int64_t l, const Tensor& heads, const Tensor& out) {
         const Tensor k = cache.k_rows(l), v = cache.v_rows(l);
-        AttentionSequences s = sequences_of_pass;
+        AttentionSequences s = in.sequences;
         s.pages = cache.layer(l).pages;
         s.window = cache.window(l);
-        kv_append(k, v, heads, token_rows[size_t(cache.group(l))], angles, rotating_table(l), c.heads, stream);
+        kv_append(k, v, heads, in.rows[size_t(cache.group(l))], angles, rotating_table(l), c.heads, stream);
         attention_forward(split_heads(out, c.heads), {}, split_heads(heads.columns(0, Q), c.heads), k, v, s,
                           c.attention_scale(), attention_scratch, stream);
     };
-    const auto forget = [&] {
-        for (const PromptChunk& p : chunks) cache.forget(p.prompt->slot, length(p.prompt->slot));
-    };
-    if (forward) {
-        forward->blocks(last.rows(first_finished, first_finished + done), finished_rows, token_ids, token_positions,
-                        attend);
-        return forget();
-    }
+    if (forward) return forward->blocks(last_of_pass, in.finished, in.tokens, in.positions, attend);
     const Tensor hidden = x.rows(0, N);
-    embed(hidden, token_ids, token_positions);
-    run_blocks(hidden, angles, false, tiles, [&](int64_t l) {
+    embed(hidden, in.tokens, in.positions);
+    run_blocks(hidden, angles, false, in.tiles, [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
                 l, N, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
-                    const LinearAttentionState end = states.layer(l, sequences_of_pass.page_rows);
+                    const LinearAttentionState end = states.layer(l, in.sequences.page_rows);
                     linear_attention_forward(out, {}, end, h.q, h.k, h.v, g,
-                                             has_past ? copy_states(end) : LinearAttentionState{}, linear_sequences,
-                                             type, attention_scratch, stream);
+                                             in.has_past ? copy_states(end) : LinearAttentionState{},
+                                             {in.sequences.cum_q, in.sequences.max_q}, type, attention_scratch, stream);
                 });
         }
         attend(l, qkv.rows(0, N), att.rows(0, N));
     });
-    forget();
-    score_prompts(chunks, hidden);
-    if (done > 0) {  // an embedding look-up gathers the rows
-        embedding_forward(last.rows(first_finished, first_finished + done), finished_rows, finished_rows, hidden, {},
-                          stream);
-    }
+    // An embedding look-up gathers the rows.
+    if (last_of_pass.shape[0]) embedding_forward(last_of_pass, in.finished, in.finished, hidden, {}, stream);
 }
 
 // Computes the logprobs of the pass's tokens for prompts that ask for them, in chunks of rows that fit `logits_out`.
@@ -767,8 +777,9 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
 }
 
 // Runs the passes over prompts. Returns for each sequence that is sampled next where prompt_results has the losses of
-// its prompt, and how many they are. The chunks of a prompt do not depend on the other prompts. A pass holds at most
-// one chunk of a prompt.
+// its prompt, and how many they are. The chunks of a prompt do not depend on the other prompts, and with
+// prompts_by_page() not on where prefill() is given a part of it that ends where a page does. A pass holds at most one
+// chunk of a prompt.
 std::vector<std::pair<int64_t, int64_t>> Engine::compute_prompts(
     const std::vector<std::vector<const Prompt*>>& groups) {
     const int64_t capacity = tokens.shape[0];
@@ -787,10 +798,11 @@ std::vector<std::pair<int64_t, int64_t>> Engine::compute_prompts(
         prompt_losses.insert(prompt_losses.end(), size_t(sampled), {losses_begin, p.prompt_logprobs ? n - 1 : 0});
         const int64_t prompt_losses_at = p.prompt_logprobs ? losses_begin : -1;
         losses_begin += n;
-        for (int64_t begin = 0; begin < n; begin += prompt_chunk_tokens()) {
-            const int64_t end = std::min(begin + prompt_chunk_tokens(), n);
-            const bool alone = options.batch_invariant && backend_device() != Device::CPU;
-            if (used + end - begin > capacity || begin > 0 || alone) flush();
+        const int64_t past = length(p.slot);
+        for (int64_t begin = 0, end = 0; begin < n; begin = end) {
+            const int64_t most = prompts_by_page() ? KV_PAGE - (past + begin) % KV_PAGE : prompt_chunk_tokens();
+            end = std::min(begin + most, n);
+            if (used + end - begin > capacity || begin > 0 || prompts_by_page()) flush();
             chunks.push_back({&p, begin, end, end == n ? sampled : 0, prompt_losses_at, false});
             used += end - begin;
             finished_in_pass += chunks.back().sampled;
@@ -1039,8 +1051,8 @@ int64_t Engine::active() const {
     return std::count_if(batch.begin(), batch.end(), [](const Sequence& s) { return !s.retired; });
 }
 
-// If at least half of the rows are retired, reading all queued steps and compacting the batch is faster; without graphs
-// if a sixteenth is: that costs the time that the host needs to queue a step.
+// If at least half of the rows are retired, reading all queued steps and compacting the batch is faster; with another
+// program's forward pass, which computes retired rows like any others, if a sixteenth is.
 bool Engine::ready() const {
     const int64_t retired = int64_t(batch.size()) - active();
     const bool sparse = (forward ? 16 : 2) * retired >= int64_t(batch.size());
@@ -1114,21 +1126,27 @@ void Engine::compact_batch() {
     batch_changed = false;
 }
 
-// A pass over the last token of each row, which is in `ids`. A row that is retired takes another one's position and
-// keys, and stores nothing.
+// A pass over the last token of each row, which is in `ids`. A row that is retired, or that no sequence has, takes
+// another one's position and keys, and stores nothing.
 void Engine::outside_decode_step() {
-    const auto B = int64_t(batch.size());
+    const int64_t B = step_rows(int64_t(batch.size()));
     const auto active_row =
         std::find_if(batch.begin(), batch.end(), [](const Sequence& sequence) { return !sequence.retired; });
-    std::vector<Prompt> prompts(batch.size());
+    std::vector<Prompt> prompts(static_cast<size_t>(B));
     std::vector<PromptChunk> chunks;
-    for (size_t b = 0; b < batch.size(); b++) {
-        prompts[b].slot = batch[b].retired ? active_row->slot : batch[b].slot;
-        chunks.push_back({&prompts[b], 0, 1, 1, -1, batch[b].retired});
+    for (size_t b = 0; b < prompts.size(); b++) {
+        const bool retired = b >= batch.size() || batch[b].retired;
+        prompts[b].slot = retired ? active_row->slot : batch[b].slot;
+        chunks.push_back({&prompts[b], 0, 1, 1, -1, retired});
     }
-    prefill_pass(chunks, 0, ids.rows(0, B));
-    compute_logits(last.rows(0, B));
-    sample(B);
+    PassInputs in = upload_pass(chunks, ids.rows(0, B));
+    in.sequences.max_k = bucket(in.sequences.max_k, options.context);
+    graphs[{B, in.sequences.max_k, step_classes & STEP_KERNELS}].run(stream, [&] {
+        run_pass(in, 0);
+        compute_logits(last.rows(0, B));
+        sample(B);
+    });
+    for (const PromptChunk& p : chunks) cache.forget(p.prompt->slot, length(p.prompt->slot));
     queue_results(B);
 }
 

@@ -58,7 +58,8 @@ struct EngineOptions {
     bool prompt_logprobs = false;
     int64_t sampled_vocab = 0;  // only ids below this are sampled (infer/prompts.h); 0: the model's whole vocabulary
     bool batch_invariant = false;
-    bool logprobs = false;  // fill Step::logprobs for all prompts
+    bool tune_matmuls = true;  // time the GEMM library's algorithms for a full batch (matmul.h)
+    bool logprobs = false;     // fill Step::logprobs for all prompts
     // On a GPU: requests come and go at any time, so the graphs of all batch sizes are recorded ahead, which takes a
     // second or less. Otherwise each is recorded when it is needed, which delays a token by milliseconds.
     bool all_batch_sizes = false;
@@ -95,6 +96,7 @@ struct Prompt {
     int64_t sequence = 0, step = 0;
     int32_t adapter = -1;  // of all tokens of a sequence; -1: none
     bool more = false;     // the rest comes with another prefill(): no token is sampled yet
+    int64_t later = 0;     // tokens of that rest, for dynamic RoPE
     // The slot of another prompt of the same call, which ends with it. This sequence has the same tokens from the
     // beginning: its own slot is empty and `tokens` too, and it shares the other's pages.
     int64_t like = -1;
@@ -193,6 +195,9 @@ class Engine {
     // Whether a sequence's logits have the same bits whatever the batch is. Then what decode steps have written is not
     // remember()ed, because a prefill would round it otherwise.
     bool promises_bits() const { return backend_device() == Device::CPU || options.batch_invariant; }
+    // Whether prompts are computed a page at a time, in passes of KV_PAGE rows of which the last may belong to no
+    // sequence: a GPU's matmuls and linear attention choose the order of their sums by the number of rows.
+    bool prompts_by_page() const { return backend_device() != Device::CPU && options.batch_invariant; }
 
     // Takes an active sequence out of the batch and keeps its keys and values on the host; resume() continues it with
     // the same bits as soon as can_resume(). Its slot stays taken. Every queued step must have been read.
@@ -243,6 +248,15 @@ class Engine {
         int64_t losses;   // where prompt_results has those of the prompt's tokens from the second one on; -1: not asked
         bool retired;     // computed for nothing, at the position of another chunk's token
     };
+    // What a pass over chunks with N tokens reads, on the device.
+    struct PassInputs {
+        Tensor tokens, positions;      // [N] int32
+        std::vector<Tensor> rows;      // by group of layers: [N] int32, the cache's row of each token; -1: not stored
+        Tensor finished;               // [n] int32: the rows after which a token is sampled
+        AttentionSequences sequences;  // less pages and window
+        std::optional<AdapterTiles> tiles;
+        bool has_past = false;  // some chunk continues a sequence
+    };
     // A step that is queued, with the host memory that receives its results.
     struct QueuedStep {
         std::vector<int64_t> slots;  // of each row; -1 where the sequence is retired
@@ -276,7 +290,9 @@ class Engine {
     void fill_rope_table();
     void count_weight_bytes();
     void prepare_graphs();
-    void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished, Tensor token_ids = {});
+    PassInputs upload_pass(const std::vector<PromptChunk>& chunks, Tensor token_ids = {});
+    void run_pass(const PassInputs& in, int64_t first_finished);
+    void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished);
     std::vector<std::pair<int64_t, int64_t>> compute_prompts(const std::vector<std::vector<const Prompt*>>& groups);
     void outside_decode_step();
     bool finds_prefixes() const { return cache.finds_prefixes() && !config.has_linear_attention() && !dynamic_rope; }

@@ -189,7 +189,8 @@ Prompt Scheduler::prompt_of(size_t slot, int64_t begin, int64_t end) const {
     Prompt p;
     p.slot = int64_t(slot);
     p.tokens.assign(r.context.begin() + begin, r.context.begin() + end);
-    p.more = end < int64_t(r.context.size());
+    p.later = int64_t(r.context.size()) - end;
+    p.more = p.later > 0;
     p.sequence = r.sequence;
     p.adapter = r.adapter;
     p.completion = r.completion->tokens();

@@ -206,6 +206,28 @@ TEST(Scheduler, EqualPromptsShareTheirPages) {
     EXPECT_GT(different.size(), 4u);
 }
 
+// With dynamic RoPE a prompt's angles are those of its whole length, wherever it is cut.
+TEST(Scheduler, AChunkOfAPromptIsRotatedAsTheWholePrompt) {
+    ModelConfig c = long_config("SS");
+    c.rope_scaling.kind = RopeScaling::Kind::Dynamic;
+    c.rope_scaling.factor = 2;
+    c.max_positions = c.rope_scaling.original_max_position = 16;
+    Driver driver(c, training_shape(1, 8));
+    driver.randomise(3);
+    Generation g(driver.model, options_of(1, 400, 0));
+    std::vector<float> logprobs;
+    for (const int64_t chunk : {0, 128}) {
+        Job job(random_tokens(c, 300, 5), 0, 1);
+        job.request.logprobs = true;
+        Scheduler scheduler(g.engine, {}, {}, chunk);
+        scheduler.add(job.request);
+        while (scheduler.step()) continue;
+        logprobs.push_back(job.completion->logprobs().at(0));
+        g.engine.truncate(0);
+    }
+    EXPECT_NEAR(logprobs[0], logprobs[1], 1e-5);
+}
+
 // What a finished request's prompt began with is found by a later one, in its name space only, until the pages are
 // needed.
 TEST(Scheduler, BeginningsThatAreCachedAreNotComputedAgain) {
