@@ -10,8 +10,9 @@ namespace {
 class LayerNorm : public DTypeTest {};
 
 constexpr float EPS = 1e-5f;
-constexpr int64_t SIZES[][2] = {{1, 1},    {1, 16},   {2, 3},    {7, 17},   {5, 31},   {33, 64},  {100, 100}, {3, 768},
-                                {70, 129}, {2, 5000}, {12, 768}, {4, 1024}, {6, 1600}, {4, 4096}, {2, 9000}};
+constexpr int64_t SIZES[][2] = {{1, 1},     {1, 16},   {2, 3},    {7, 17},   {5, 31},   {33, 64},
+                                {100, 100}, {3, 768},  {70, 129}, {2, 5000}, {12, 768}, {4, 1024},
+                                {6, 1600},  {4, 4096}, {2, 9000}, {515, 768}};
 
 // Gaps between rows, of a length that keeps them aligned to 16 bytes or not.
 int64_t gap_of(int64_t N) {
@@ -126,6 +127,32 @@ TEST_P(LayerNorm, ForwardMatchesOracle) {
 
 TEST_P(LayerNorm, LargeMeanKeepsPrecision) {
     for (const bool residual : {false, true}) check_forward(activation(), 9, 300, residual, true, true, 0, 1000);
+}
+
+// Alone, among as many rows as a decode step has, and among more: other kernels on a GPU.
+TEST_P(LayerNorm, ARowHasTheSameBitsAmongAnyRows) {
+    const DType T = activation();
+    const int64_t N = 520;
+    for (const int64_t C : {24, 768, 2560}) {
+        const TestArray inp = TestArray::random(T, {N, C}, 1, 1.5, 0.5), residual = TestArray::random(T, {N, C}, 2),
+                        weight = TestArray::random({C}, 3, 0.2, 1), bias = TestArray::random({C}, 4);
+        const auto rows = [&](int64_t begin, int64_t end) {
+            const TestArray out = TestArray::poisoned(T, {end - begin, C}),
+                            sum = TestArray::poisoned(T, {end - begin, C});
+            layernorm_forward({.out = out,
+                               .sum = sum,
+                               .inp = inp.tensor().rows(begin, end),
+                               .residual = residual.tensor().rows(begin, end),
+                               .weight = weight,
+                               .bias = bias,
+                               .eps = EPS},
+                              Stream{});
+            return out.fetch();
+        };
+        const std::vector<double> all = rows(0, N);
+        for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 1}, {17, 81}, {88, N}})
+            expect_same_bits("out", rows(begin, end), {all.begin() + begin * C, all.begin() + end * C});
+    }
 }
 
 TEST_P(LayerNorm, SumMayAliasInpOrResidual) {

@@ -19,6 +19,9 @@
 //                     32 to 100 (fp32)     40 to 66 (fp32)
 //   blocks per SM     4 to 8 (bf16)        5 to 7 (bf16)        2 (1 for C > 3072)
 //
+// Up to FEW_ROWS rows, a forward block holds one row: 64 rows of LLaMA 1B (C = 2048) are 64 blocks of a warp with 190
+// registers.
+//
 // GPT-2 124M, bf16, B=64, T=1024: N = 65536 rows of C = 768. Forward: 768 = 3·32·8, so a warp holds a row with PACKS =
 // 3 and 36 registers; 8192 blocks, 6 on an SM. Backward: 96 threads a row, so 4 rows in a block of 384 threads with 36
 // KiB of stages; 264 blocks on the 132 SMs of an H100, 62 rows for each group.
@@ -35,6 +38,7 @@ namespace norm_detail {
 constexpr int THREADS = 256;
 using gpu_scratch::NORM_BLOCKS, gpu_scratch::NORM_MAX_THREADS, gpu_scratch::NORM_THREADS;
 constexpr int WIDTH = gpu_scratch::NORM_VECTOR;
+constexpr int64_t FEW_ROWS = 512;  // of a decode step
 constexpr int64_t LONGEST_IN_REGISTERS = int64_t(THREADS) * WIDTH * 4;
 
 template <typename T>
@@ -88,19 +92,24 @@ __device__ __forceinline__ Pack<T, W> load_x(const ForwardArguments<T>& a, int64
     return x;
 }
 
+// The weights of a vector's columns.
+template <int W>
+struct Affine {
+    Floats<W> weight, bias;
+};
+
+template <int W, typename T>
+__device__ __forceinline__ Affine<W> load_affine(const ForwardArguments<T>& a, int64_t c) {
+    Affine<W> of{load_floats<W>(a.weight + c), {}};
+    if (a.bias) of.bias = load_floats<W>(a.bias + c);
+    return of;
+}
+
 template <bool ADD_AFTER, int W, typename T>
 __device__ __forceinline__ void store_out(const ForwardArguments<T>& a, int64_t n, int64_t c, const Pack<T, W>& x,
-                                          float mean, float rstd) {
+                                          const Affine<W>& affine, float mean, float rstd) {
     if (a.sum) store_pack(a.sum + n * a.sum_stride + c, x);
-    const Floats<W> weight = load_floats<W>(a.weight + c);
-    Floats<W> y = as_floats(x);
-#pragma unroll
-    for (int k = 0; k < W; k++) y[k] = (y[k] - mean) * rstd * weight[k];
-    if (a.bias) {
-        const Floats<W> bias = load_floats<W>(a.bias + c);
-#pragma unroll
-        for (int k = 0; k < W; k++) y[k] += bias[k];
-    }
+    Floats<W> y = normalize(as_floats(x), mean, rstd, affine.weight, affine.bias);
     if constexpr (ADD_AFTER) {
         const Floats<W> residual = load_floats<W>(a.residual + n * a.residual_stride + c);
 #pragma unroll
@@ -115,19 +124,34 @@ __device__ __forceinline__ int64_t from_last(int64_t N, int64_t i) {
     return N - 1 - i;
 }
 
-// GROUP threads a row, PACKS vectors a thread.
-template <bool CENTRED, bool ADD_AFTER, int GROUP, int PACKS, typename T>
-__global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a) {
-    constexpr int GROUPS = THREADS / GROUP, W = WIDTH;
+// GROUP threads a row, PACKS vectors a thread. FEW: at most FEW_ROWS, as in a decode step, whose time is latency. Then
+// a block holds one row, starts before the previous kernel has ended, asks L2 for the weights meanwhile and loads them
+// together with the row. The bits are the same.
+template <bool CENTRED, bool ADD_AFTER, int GROUP, int PACKS, bool FEW, typename T>
+__global__ void __launch_bounds__(FEW ? GROUP : THREADS) forward_kernel(ForwardArguments<T> a) {
+    constexpr int GROUPS = (FEW ? GROUP : THREADS) / GROUP, W = WIDTH;
     pdl_launch_dependents();
     const int64_t n = from_last(a.N, blockIdx.x * int64_t(GROUPS) + threadIdx.x / GROUP);
     if (n < 0) return;  // the whole group returns
     const int64_t first = threadIdx.x % GROUP * W;
+    if constexpr (FEW) {
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            const int64_t c = first + p * (GROUP * W);
+            if (c >= a.C) continue;
+            prefetch_line(a.weight + c);
+            if (a.bias) prefetch_line(a.bias + c);
+        }
+        pdl_wait();
+    }
     Pack<T, W> x[PACKS];
+    Affine<W> affine[FEW ? PACKS : 1];
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         const int64_t c = first + p * (GROUP * W);
-        if (c < a.C) x[p] = load_x<ADD_AFTER, W>(a, n, c);
+        if (c >= a.C) continue;
+        x[p] = load_x<ADD_AFTER, W>(a, n, c);
+        if constexpr (FEW) affine[p] = load_affine<W>(a, c);
     }
     float mean = 0;
     if constexpr (CENTRED) {
@@ -144,7 +168,9 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a)
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         const int64_t c = first + p * (GROUP * W);
-        if (c < a.C) store_out<ADD_AFTER, W>(a, n, c, x[p], mean, rstd);
+        if (c >= a.C) continue;
+        if constexpr (!FEW) affine[0] = load_affine<W>(a, c);
+        store_out<ADD_AFTER, W>(a, n, c, x[p], affine[FEW ? p : 0], mean, rstd);
     }
     if (first == 0) {
         if (CENTRED && a.mean) a.mean[n] = mean;
@@ -168,7 +194,7 @@ __global__ void __launch_bounds__(THREADS) forward_any_kernel(ForwardArguments<T
         m2 = add_squared_deviations(m2, as_floats(load_x<ADD_AFTER, 1>(a, n, c)), mean);
     const float rstd = row_rstd(block_sum<THREADS>(m2), float(a.C), a.eps);
     for (int64_t c = threadIdx.x; c < a.C; c += THREADS)
-        store_out<ADD_AFTER, 1>(a, n, c, load_x<ADD_AFTER, 1>(a, n, c), mean, rstd);
+        store_out<ADD_AFTER, 1>(a, n, c, load_x<ADD_AFTER, 1>(a, n, c), load_affine<1>(a, c), mean, rstd);
     if (threadIdx.x == 0) {
         if (CENTRED && a.mean) a.mean[n] = mean;
         if (a.rstd) a.rstd[n] = rstd;
@@ -396,8 +422,12 @@ void launch_norm_forward(const char* op, const norm_detail::ForwardArguments<T>&
     if (a.N * a.C == 0) return;
     const bool in_registers = dispatch_row(a.C, aligned, [&](auto group, auto packs) {
         constexpr int GROUP = decltype(group)::value, PACKS = decltype(packs)::value;
-        forward_kernel<CENTRED, ADD_AFTER, GROUP, PACKS>
-            <<<grid_of(ceil_div(a.N, THREADS / GROUP)), THREADS, 0, cuda_stream(stream)>>>(a);
+        if (a.N <= FEW_ROWS)
+            launch_pdl(op, forward_kernel<CENTRED, ADD_AFTER, GROUP, PACKS, true, T>, grid_of(a.N), GROUP, 0, stream,
+                       a);
+        else
+            forward_kernel<CENTRED, ADD_AFTER, GROUP, PACKS, false>
+                <<<grid_of(ceil_div(a.N, THREADS / GROUP)), THREADS, 0, cuda_stream(stream)>>>(a);
     });
     if (!in_registers) forward_any_kernel<CENTRED, ADD_AFTER><<<grid_of(a.N), THREADS, 0, cuda_stream(stream)>>>(a);
     check_launch(op, stream);
