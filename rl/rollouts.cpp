@@ -8,8 +8,10 @@
 
 #include "data/loader.h"
 #include "driver/inference.h"
+#include "driver/matmul_cache.h"
 #include "driver/sequence_loss.h"
 #include "infer/prompts.h"
+#include "kernels/matmul.h"
 #include "rl/advantages.h"
 #include "runtime/device/convert_dtype.h"
 #include "runtime/files/files.h"
@@ -24,6 +26,7 @@ EngineOptions engine_options(const Trainer& t) {
     EngineOptions out = rollout_engine(t.options, t.ctx.world);
     out.sampled_vocab = sampled_vocab(t.model.config, t.tokenizer.get());
     out.sampling.seed = t.options.seed;
+    out.tune_matmuls = t.options.gemm_tune;
     return out;
 }
 
@@ -79,7 +82,18 @@ void Rollouts::allocate_engine() {
         }
     }
     load_weights();
-    engine.allocate(weights, memory.rows(0, engine.bytes()), exact ? &*exact : nullptr);
+    const auto allocate = [&] { engine.allocate(weights, memory.rows(0, engine.bytes()), exact ? &*exact : nullptr); };
+    // All ranks take rank 0's matmul algorithms, which its checkpoints name; another run of these sizes finds them too.
+    std::string chosen;
+    if (ctx.rank == 0) {
+        allocate();
+        if (engine.options.tune_matmuls) store_matmul_cache(ctx.stream);  // and takes what other runs have chosen
+        chosen = matmul_choices(ctx.stream);
+    }
+    ctx.comm->broadcast_host(chosen, 0);
+    if (ctx.rank == 0) return;
+    matmul_use_choices(chosen, ctx.stream, true);
+    allocate();
 }
 
 // What the engine has of its own beside the weights that the run trains.
