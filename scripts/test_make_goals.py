@@ -92,7 +92,7 @@ class MakeGoalsTest(unittest.TestCase):
 
     def test_headers_without_root(self):
         """nvcc hands the option that finds what `make deps` unpacked on to the compiler; it has none of that name."""
-        done = self.make("-n", "-B", "V=1", "BACKEND=cuda", "CUDA=nvcc=/opt/nvcc arch=90a", "UNPACKED=/opt/deps",
+        done = self.make("-n", "-B", "V=1", "BACKEND=cuda", "CUDA=nvcc=/opt/nvcc arch=90a", "UNPACKED=/opt/deps", "CXX=g++",
                          "build/cuda/kernels/accumulate.cu.o", "build/cuda/kernels/scratch.cpp.o")
         self.assertEqual(done.returncode, 0, done.stdout)
         nvcc, = re.findall("^/opt/nvcc .*", done.stdout, re.MULTILINE)

@@ -10,7 +10,7 @@ import unittest
 SCRIPTS = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(SCRIPTS, "..", "dev", "tests"))
 import sums_task  # noqa: E402
-from harness import DRIVER, run, sanitized  # noqa: E402
+from harness import DRIVER, cuda, run, sanitized  # noqa: E402
 
 PIPELINE, TASK = os.path.join(SCRIPTS, "run_pipeline.sh"), os.path.join(SCRIPTS, "sums_task.py")
 STAGES = ["the model itself", "finetuning", "preferences (DPO)", "reinforcement learning", "int4 GGUF", "the server"]
@@ -58,19 +58,23 @@ class PipelineTest(unittest.TestCase):
             last = read(os.path.join(out, name), "log.jsonl")[-1]
             self.assertEqual(last["step"], steps, name)
         self.assertEqual(table["int4 GGUF"], table.get("the server", table["int4 GGUF"]))
-        # What the model says is right for half of the sums.
+        # What the model says is right for half of the sums, less those where it says no number.
         folder, model, output = os.path.join(out, "data"), os.path.join(out, "model.gguf"), os.path.join(out, "said.jsonl")
         held_out = os.path.join(folder, sums_task.HELD_OUT)
         evaluate = ("eval", "--model", model, "--answers", held_out, "--max-tokens", 24, "--json", "--output", output)
         self.assertEqual(run(*evaluate).returncode, 0)
         rows, said = read(folder, sums_task.HELD_OUT), read(out, "said.jsonl")
+        right = 0
         for i, (row, line) in enumerate(zip(rows, said)):
-            row["answer"] = int(sums_task.last_number(line["completion"])) + i % 2
+            number = sums_task.last_number(line["completion"])
+            row["answer"] = int(number or 0) + i % 2
+            right += number == row["answer"]
+        self.assertTrue(right or cuda(), said)  # in bf16 the tiny model may say no numbers
         write(held_out, rows)
-        self.assertEqual(json.loads(run(*evaluate).stdout)["accuracy"], 0.5)
+        self.assertEqual(json.loads(run(*evaluate).stdout)["accuracy"], right / len(rows))
         if has_server():
             done = self.task("serve", folder, "--model", model, "--driver", DRIVER)
-            self.assertEqual((done.returncode, done.stdout), (0, "accuracy 0.5\n"), done.stderr)
+            self.assertEqual((done.returncode, done.stdout), (0, f"accuracy {right / len(rows):g}\n"), done.stderr)
         done = self.pipeline(OUT=out)  # nothing is written over
         self.assertEqual((done.returncode, done.stdout, done.stderr),
                          (1, "", f"run_pipeline.sh: {out} exists: remove it, or set OUT.\n"))

@@ -267,9 +267,11 @@ std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& sequen
 class Runner {
   public:
     // The first token of each sequence has position `at`.
-    Runner(const Fixture& fixture, const std::vector<int32_t>& slots_of_sequences, bool use_fused, int32_t at = 0)
+    Runner(const Fixture& fixture, const std::vector<int32_t>& slots_of_sequences, bool use_fused, int32_t at = 0,
+           bool invariant = false)
         : f(fixture),
           fused(use_fused),
+          batch_invariant(invariant),
           N(int64_t(slots_of_sequences.size())),
           slots(TestArray::ints(slots_of_sequences, {N})),
           length(slots_of_sequences.size(), at),
@@ -317,8 +319,8 @@ class Runner {
             linear_scratch(N, std::max({z.C, Q, z.FFN}), std::max({2 * z.FFN, qkv_channels, z.V}), f.T, true));
         const auto layer = [&](const Tensor& out, const Tensor& inp, const NormWeights& n, const LinearWeights& w,
                                Activation activation, const Tensor& residual) {
-            linear({out, activation, residual}, inp, {n.weight, n.bias, f.model().eps, z.centred}, w, scratch, false,
-                   Stream{});
+            linear({out, activation, residual}, inp, {n.weight, n.bias, f.model().eps, z.centred}, w, scratch,
+                   batch_invariant, Stream{});
         };
         if (f.weights.packed_wte)
             embedding_forward(x, ids, embedded, *f.weights.packed_wte, f.weights.wpe, Stream{});
@@ -351,7 +353,7 @@ class Runner {
     }
 
     const Fixture& f;
-    const bool fused;
+    const bool fused, batch_invariant;  // the latter of the separate ops
     const int64_t N;
     const TestArray slots;
     std::vector<int32_t> length;
@@ -482,12 +484,13 @@ TEST_P(DecodeStep, BitsDoNotDependOnTheBatch) {
     for (const ModelOptions& packed : packed_models(activation())) models.push_back(packed);
     for (const ModelOptions& options : models) {
         const Fixture f(options, activation(), 8);
-        for (const bool fused : ways(f, 8)) {
+        for (const bool fused : ways(f, 2)) {
             std::vector<std::vector<double>> alone;
             for (const int64_t N : {1, 2, 3, 8}) {
+                if (fused && N > decode_step_max_batch(f.model())) continue;
                 std::vector<int32_t> slots;
                 for (int64_t n = 0; n < N; n++) slots.push_back(int32_t(7 - n));
-                Runner runner(f, slots, fused);
+                Runner runner(f, slots, fused, 0, true);
                 for (int64_t s = 0; s < 3; s++) {
                     Step step;
                     for (int64_t n = 0; n < N; n++) step.push_back(token_of(f, n, s));

@@ -122,10 +122,9 @@ class LoraTraining(CommandsTest):
         return os.path.join(self.shared, family)
 
     def options(self, out, *args, base=None, lora=("--lora-rank", 2)):
-        options = ["--model", base or self.base(), "--data", self.data, "--out", self.path(out), "--dtype", "fp32",
-                   *lora, *args]
+        options = ["--model", base or self.base(), "--data", self.data, "--out", self.path(out), *lora, *args]
         defaults = {"--steps": 6, "--batch-size": BATCH, "--seq-len": SEQ_LEN, "--lr": 1e-2, "--eval-every": 0,
-                    "--warmup": 2}
+                    "--warmup": 2, "--dtype": "fp32"}
         return [*options, *(word for pair in defaults.items() if pair[0] not in args for word in pair)]
 
     def train(self, out, *args, **where):
