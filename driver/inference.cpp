@@ -106,8 +106,10 @@ std::optional<Packing> packing_of(const ModelSource& source, const std::string& 
 std::optional<Packing> generation_packing(const ModelSource& source, const std::string& weights, DType dtype) {
     const std::optional<Packing> packing = packing_of(source, weights);
     const bool floats = !packing && !source.directory.empty() && source.adapter.empty();
-    if (!floats || backend_device() != Device::CPU || dtype != DType::F32) return packing;
+    if (!floats) return packing;
     const ParamTable table = parameter_table(source.config, 1);
+    if (const std::optional<Packing> of_file = gguf_packing(source, table)) return of_file;
+    if (backend_device() != Device::CPU || dtype != DType::F32) return packing;
     const WeightSource stored = open_weight_source(source, table);
     for (const Param& p : table.params)
         for (const SourceTensor& tensor : p.sources)

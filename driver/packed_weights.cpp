@@ -19,6 +19,28 @@ std::string tensor_of(const Param& p, int64_t row) {
     return p.name;
 }
 
+// The type of a GGUF file whose codes and scales are those of a packing; none: F32, whose values are quantised.
+GgufType gguf_type(Packing packing) {
+    return packing == Packing::Int8 ? GgufType::Q8_0 : packing == Packing::Int4 ? GgufType::Q4_0 : GgufType::F32;
+}
+
+bool all_of_type(const std::vector<StoredWeights::Tensor>& tensors, Packing packing) {
+    const GgufType wanted = gguf_type(packing);
+    return wanted != GgufType::F32 && std::all_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
+               return tensor.part.gguf->tensor(tensor.part.gguf_name).type->type() == wanted;
+           });
+}
+
+// A block of GGUF is its scale, then its codes; a packed row has all codes first.
+void unpack_blocks(uint8_t* row, const uint8_t* blocks, Packing packing, int64_t cols) {
+    const int64_t codes = packed_code_bytes(packing, PACKED_GROUP), groups = cols / PACKED_GROUP;
+    uint8_t* const scales = row + packed_code_bytes(packing, cols);
+    for (int64_t g = 0; g < groups; g++, blocks += 2 + codes) {
+        std::memcpy(scales + 2 * g, blocks, 2);
+        std::memcpy(row + g * codes, blocks + 2, size_t(codes));
+    }
+}
+
 PackedWeight host_rows(std::vector<uint8_t>& bytes, Packing packing, int64_t rows, int64_t cols) {
     const int64_t row_bytes = packed_row_bytes(packing, cols);
     bytes.resize(size_t(rows * row_bytes));
@@ -34,6 +56,23 @@ void quantise_rows(const PackedWeight& rows, const Param& p, int64_t row, const 
     require(bad < 0, where, ": tensor ", tensor_of(p, row + bad), ": row ", row + bad,
             " has weights that are not finite, or too large for a scale of ", packing_name(rows.packing),
             "; check the weights, or use --weights model");
+}
+
+// Of packed rows from a file.
+static void require_scales(const PackedWeight& rows, const Param& p, int64_t row, const std::string& where) {
+    const int64_t bad = packed_bad_row(rows);
+    require(bad < 0, where, ": tensor ", tensor_of(p, row + bad), ": row ", row + bad,
+            " has a scale that is infinite or NaN; the file is damaged");
+}
+
+std::optional<Packing> gguf_packing(const ModelSource& source, const ParamTable& table) {
+    if (!source.gguf || !source.adapter.empty()) return {};
+    const StoredWeights stored = stored_weights(source, table);
+    for (const Packing packing : {Packing::Int8, Packing::Int4})
+        if (std::all_of(table.params.begin(), table.params.end(),
+                        [&](const Param& p) { return !packs(p, packing) || all_of_type(stored.tensors(p), packing); }))
+            return packing;
+    return {};
 }
 
 PackedWeights::PackedWeights(const ParamTable& table, Packing how) : packing(how) {
@@ -87,10 +126,16 @@ std::string PackedWeights::load(const ModelSource& source, const ParamTable& tab
         return "";
     }
     const WeightSource weights = open_weight_source(source, table);
+    std::optional<StoredWeights> gguf;
+    if (source.gguf && source.adapter.empty()) gguf = stored_weights(source, table);
     NonFiniteTensors non_finite;
     std::vector<float> buffer;
     for (const Param& p : table.params) {
         if (!packs(p, packing)) continue;
+        if (gguf && all_of_type(gguf->tensors(p), packing)) {
+            read_gguf(gguf->tensors(p), source.directory, p);
+            continue;
+        }
         bool finite = true;
         const float* const whole = weights.fetch_rows ? nullptr : weights.fetch(p, buffer);
         fill_blocks(p, [&](const PackedWeight& rows, int64_t row) {
@@ -117,11 +162,32 @@ void PackedWeights::read(const StoredWeights& stored, const std::string& where, 
                 part.file->read(*part.entry, first - part.begin, last - first,
                                 rows.rows.as<uint8_t>() + (first - begin));
             }
-            const int64_t bad = packed_bad_row(rows);
-            require(bad < 0, where, ": tensor ", tensor_of(p, row + bad), ": row ", row + bad,
-                    " has a scale that is infinite or NaN; the file is damaged");
+            require_scales(rows, p, row, where);
         });
     }
+}
+
+void PackedWeights::read_gguf(const std::vector<StoredWeights::Tensor>& tensors, const std::string& where,
+                              const Param& p) const {
+    const int64_t row_bytes = facts_of(gguf_type(packing)).bytes(p.cols);
+    std::vector<uint8_t> blocks;
+    fill_blocks(p, [&](const PackedWeight& rows, int64_t row) {
+        for (const auto& [name, part] : tensors) {
+            const int64_t first = part.begin / p.cols, begin = std::max(first, row),
+                          end = std::min(first + part.rows, row + rows.rows.shape[0]);
+            if (begin >= end) continue;
+            blocks.resize(size_t((end - begin) * row_bytes));
+            const int64_t at_once = part.interleaved_head_size ? 1 : end - begin;  // rows
+            for (int64_t r = begin; r < end; r += at_once)
+                part.gguf->read_blocks(part.gguf_name, part.file_row(r - first) * p.cols, at_once * p.cols,
+                                       &blocks[size_t((r - begin) * row_bytes)]);
+            uint8_t* const to = rows.rows.rows(begin - row, end - row).as<uint8_t>();
+#pragma omp parallel for schedule(static)
+            for (int64_t r = 0; r < end - begin; r++)
+                unpack_blocks(to + r * rows.rows.shape[1], &blocks[size_t(r * row_bytes)], packing, p.cols);
+        }
+        require_scales(rows, p, row, where);
+    });
 }
 
 void PackedWeights::randomise(const ParamTable& table, uint64_t seed) const {

@@ -3,13 +3,14 @@
 // biases, the position table, the decay gates, and matrices whose rows PACKED_GROUP does not divide.
 //
 // Matrices are quantised when they are read, a block of rows at a time, or read as they are packed already (`convert
-// --weights`): the weights in 16 or 32 bits are never all in memory.
+// --weights`; Q8_0 and Q4_0 of a GGUF file): the weights in 16 or 32 bits are never all in memory.
 //
 // Throws Error naming the file's tensor for weights that are not finite or too large for a scale, and for packed rows
 // with a scale that is infinite or NaN.
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -47,11 +48,16 @@ class PackedWeights {
     template <typename Fill>
     void fill_blocks(const Param& p, Fill fill) const;
     void read(const StoredWeights& stored, const std::string& where, const ParamTable& table) const;
+    void read_gguf(const std::vector<StoredWeights::Tensor>& tensors, const std::string& where, const Param& p) const;
 
     std::map<size_t, PackedWeight> matrices;  // by Param::index
     ArenaPlan plan;
     Arena memory;
 };
+
+// The packing whose codes and scales a GGUF file has for all matrices that may be packed: all Q8_0, or all Q4_0. None
+// for other files, and where an adapter is added to the weights.
+std::optional<Packing> gguf_packing(const ModelSource& source, const ParamTable& table);
 
 // Quantises rows [row, row + rows.rows.shape[0]) of a matrix in host memory, with the checks of PackedWeights. where:
 // the file, for errors.

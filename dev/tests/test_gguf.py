@@ -208,6 +208,68 @@ class GgufModelTest(CommandsTest):
                     np.testing.assert_array_equal(got, blocks.view(np.uint8), name)
                 self.logits(file)
 
+    def test_a_file_of_one_packed_type_runs_in_its_codes(self):
+        """As a packed directory with the same codes, to the bit, also where the quantiser would choose others: codes halved
+        in both need twice the scale in no block."""
+        data = make_data(self.top)
+        model = self.write_small(num_hidden_layers=2, vocab_size=257, eos_token_id=256)
+        shutil.copy(os.path.join(data, "tokenizer.json"), model)
+        for packing in "int8", "int4":
+            file, folder = self.path(packing + ".gguf"), self.path(packing)
+            self.run_ok("convert", model, file, "--weights", packing)
+            self.run_ok("convert", model, folder, "--weights", packing)
+
+            def sampled(of, *args):
+                done = run("sample", "--model", of, "--max-tokens", 20, "--seed", 3, "--num-samples", 2, "--ignore-eos",
+                           "--logprobs", "--json", *args)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                return json.loads(done.stdout)["samples"]
+            untouched = sampled(folder)
+            self.halve_codes(file, folder, packing)
+            halved = sampled(folder)
+            self.assertNotEqual(halved, untouched)
+            self.assertEqual(sampled(file), halved)
+            self.assertEqual(sampled(file, "--weights", packing), halved)
+
+    def halve_codes(self, file, folder, packing):
+        import gguf
+        code_bytes = 32 if packing == "int8" else 16
+
+        def halve(codes):
+            if packing == "int8":
+                codes[:] = (codes.view(np.int8) // 2).view(np.uint8)
+            else:
+                low, high = ((codes >> shift & 15).astype(np.int8) - 8 for shift in (0, 4))
+                codes[:] = (low // 2 + 8).astype(np.uint8) | (high // 2 + 8).astype(np.uint8) << 4
+        with open(file, "r+b") as f:
+            for tensor in gguf.GGUFReader(file).tensors:
+                if tensor.tensor_type.name not in ("Q8_0", "Q4_0"):
+                    continue
+                blocks = np.array(tensor.data).reshape(-1, 2 + code_bytes)
+                codes = np.ascontiguousarray(blocks[:, 2:])
+                halve(codes)
+                blocks[:, 2:] = codes
+                f.seek(tensor.data_offset)
+                f.write(blocks.tobytes())
+        path = os.path.join(folder, "model.safetensors")
+        with open(path, "rb") as f:
+            size, = struct.unpack("<Q", f.read(8))
+            header = json.loads(f.read(size))
+            body = bytearray(f.read())
+        config = read_json(folder, "config.json")
+        for name, entry in header.items():
+            if name == "__metadata__" or entry["dtype"] != "U8":
+                continue
+            begin, end = entry["data_offsets"]
+            rows = np.frombuffer(body, np.uint8, end - begin, begin).reshape(entry["shape"])
+            columns = config["intermediate_size"] if "down_proj" in name else config["hidden_size"]
+            codes = np.ascontiguousarray(rows[:, :columns * code_bytes // 32])
+            halve(codes)
+            rows[:, :columns * code_bytes // 32] = codes
+        with open(path, "r+b") as f:
+            f.seek(8 + size)
+            f.write(body)
+
     def test_rows_that_blocks_do_not_divide_stay_in_16_bits(self):
         import gguf
 

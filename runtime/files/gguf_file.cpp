@@ -283,13 +283,18 @@ void GgufFile::read(const std::string& name, int64_t begin, int64_t count, float
     const GgufTensor& t = tensor(name);
     const int64_t size = t.type->block_size, first = begin / size, blocks = (begin + count + size - 1) / size - first;
     raw.resize(size_t(blocks * t.type->block_bytes));
-    file.read(t.offset + first * t.type->block_bytes, raw.data(), int64_t(raw.size()));
+    read_blocks(name, first * size, blocks * size, raw.data());
     const bool whole = begin % size == 0 && count % size == 0;
     if (!whole) values_of_blocks.resize(size_t(blocks * size));
     const bool finite = t.type->dequantise(whole ? dst : values_of_blocks.data(), raw.data(), blocks);
     require(finite, path(), ": tensor ", name, ": a scale of its ", t.type->name,
             " blocks is infinite or NaN; the file is damaged");
     if (!whole) std::copy_n(values_of_blocks.data() + (begin - first * size), count, dst);
+}
+
+void GgufFile::read_blocks(const std::string& name, int64_t begin, int64_t count, uint8_t* dst) const {
+    const GgufTensor& t = tensor(name);
+    file.read(t.offset + t.type->bytes(begin), dst, t.type->bytes(count));
 }
 
 template <typename T>

@@ -39,6 +39,8 @@ class GgufFile {
     // The values of elements [begin, begin + count). Safe from several threads. Throws Error naming the tensor if a
     // scale is infinite or NaN, or the file was truncated meanwhile.
     void read(const std::string& name, int64_t begin, int64_t count, float* dst) const;
+    // The bytes of the blocks of the same elements, which are whole blocks.
+    void read_blocks(const std::string& name, int64_t begin, int64_t count, uint8_t* dst) const;
 
   private:
     FileReader file;

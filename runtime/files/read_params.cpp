@@ -33,12 +33,12 @@ void for_chunks(int64_t begin, int64_t end, int64_t chunk, const Body& body) {
 
 // Elements [begin, end) of a tensor in a GGUF file.
 void read_gguf(const StoredPart& part, int64_t begin, int64_t end, float* dst) {
-    const int64_t HS = part.interleaved_head_size, C = part.cols;
-    if (!HS) return part.gguf->read(part.gguf_name, begin, end - begin, dst);
+    const int64_t C = part.cols;
+    if (!part.interleaved_head_size) return part.gguf->read(part.gguf_name, begin, end - begin, dst);
     for (int64_t n; begin < end; begin += n, dst += n) {
-        const int64_t row = begin / C, r = row % HS, file_row = row - r + r % (HS / 2) * 2 + r / (HS / 2);
+        const int64_t row = begin / C;
         n = std::min(end, (row + 1) * C) - begin;
-        part.gguf->read(part.gguf_name, file_row * C + begin % C, n, dst);
+        part.gguf->read(part.gguf_name, part.file_row(row) * C + begin % C, n, dst);
     }
 }
 
@@ -67,6 +67,11 @@ void read_chunk(const StoredPart& part, int64_t begin, int64_t end, float* dst, 
 }
 
 }  // namespace
+
+int64_t StoredPart::file_row(int64_t row) const {
+    const int64_t HS = interleaved_head_size, r = HS ? row % HS : 0;
+    return HS ? row - r + r % (HS / 2) * 2 + r / (HS / 2) : row;
+}
 
 DType StoredPart::dtype() const {
     if (!gguf) return entry->dtype;

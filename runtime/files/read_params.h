@@ -22,6 +22,7 @@ struct StoredPart {
     int64_t interleaved_head_size = 0;
 
     int64_t numel() const { return rows * cols; }
+    int64_t file_row(int64_t row) const;            // in a GGUF file
     DType dtype() const;                            // of numbers that hold the file's values
     std::vector<int64_t> shape(bool matrix) const;  // as the file has it
     // Reads elements [begin, end) of the tensor as fp32: in the file's order, but for interleaved heads.
