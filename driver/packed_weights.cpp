@@ -19,6 +19,13 @@ std::string tensor_of(const Param& p, int64_t row) {
     return p.name;
 }
 
+// Of packed rows [row, …) of a file.
+void require_scales(const PackedWeight& rows, const Param& p, int64_t row, const std::string& where) {
+    const int64_t bad = packed_bad_row(rows);
+    require(bad < 0, where, ": tensor ", tensor_of(p, row + bad), ": row ", row + bad,
+            " has a scale that is infinite or NaN; the file is damaged");
+}
+
 // The type of a GGUF file whose codes and scales are those of a packing; none: F32, whose values are quantised.
 GgufType gguf_type(Packing packing) {
     return packing == Packing::Int8 ? GgufType::Q8_0 : packing == Packing::Int4 ? GgufType::Q4_0 : GgufType::F32;
@@ -56,13 +63,6 @@ void quantise_rows(const PackedWeight& rows, const Param& p, int64_t row, const 
     require(bad < 0, where, ": tensor ", tensor_of(p, row + bad), ": row ", row + bad,
             " has weights that are not finite, or too large for a scale of ", packing_name(rows.packing),
             "; check the weights, or use --weights model");
-}
-
-// Of packed rows from a file.
-static void require_scales(const PackedWeight& rows, const Param& p, int64_t row, const std::string& where) {
-    const int64_t bad = packed_bad_row(rows);
-    require(bad < 0, where, ": tensor ", tensor_of(p, row + bad), ": row ", row + bad,
-            " has a scale that is infinite or NaN; the file is damaged");
 }
 
 std::optional<Packing> gguf_packing(const ModelSource& source, const ParamTable& table) {
