@@ -1,6 +1,7 @@
 #include "driver/packed_weights.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "runtime/files/non_finite.h"
 #include "runtime/files/weight_files.h"

@@ -697,7 +697,7 @@ void Engine::check_prompt(const Prompt& p) const {
             p.top_logprobs, " top logprobs; EngineOptions::top_logprobs is ", options.top_logprobs);
     require(!p.prompt_logprobs || options.prompt_logprobs, "engine: slot ", p.slot,
             " asks for its prompt's logprobs; set EngineOptions::prompt_logprobs");
-    require(!p.prompt_logprobs || !p.more, "engine: slot ", p.slot,
+    require(!p.prompt_logprobs || p.ends(), "engine: slot ", p.slot,
             " asks for its prompt's logprobs; give it in one prefill()");
     if (p.mask.empty()) return;
     const int64_t words = (options.sampled_vocab + 31) / 32, rest = options.sampled_vocab % 32;
@@ -710,7 +710,7 @@ void Engine::check_prompt(const Prompt& p) const {
 
 void Engine::prefill(const std::vector<Prompt>& prompts) {
     const bool only_more =
-        std::all_of(prompts.begin(), prompts.end(), [](const Prompt& p) { return p.more; });  // the batch stays
+        std::all_of(prompts.begin(), prompts.end(), [](const Prompt& p) { return !p.ends(); });  // the batch stays
     require(!pending() || (only_more && takes_prompts_while_pending()),
             "engine: prefill() before every queued step was read with next()");
     int64_t total = 0;
@@ -758,7 +758,7 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
     for (const std::vector<const Prompt*>& group : groups)
         for (const Prompt* p : group) {
             const bool logprobs = p->logprobs || p->top_logprobs > 0 || options.logprobs;
-            if (!p->more)
+            if (p->ends())
                 batch.push_back(
                     {p->slot, p->sequence, p->step, -1, p->adapter, false, row_of(*p), logprobs, p->top_logprobs});
         }
@@ -767,7 +767,7 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
     for (const std::vector<const Prompt*>& group : groups) fork(group[0]->slot, {group.begin() + 1, group.end()});
     upload_batch(false);
     for (const std::vector<const Prompt*>& group : groups)
-        if (!group[0]->more) upload_slots(group);
+        if (group[0]->ends()) upload_slots(group);
     compute_logits(last.rows(0, int64_t(batch.size())));
     sample(int64_t(batch.size()));
     queue_results(int64_t(batch.size()));
@@ -794,7 +794,7 @@ std::vector<std::pair<int64_t, int64_t>> Engine::compute_prompts(
     };
     for (const std::vector<const Prompt*>& group : groups) {
         const Prompt& p = *group[0];
-        const int64_t n = int64_t(p.tokens.size()), sampled = p.more ? 0 : int64_t(group.size());
+        const int64_t n = int64_t(p.tokens.size()), sampled = p.ends() ? int64_t(group.size()) : 0;
         prompt_losses.insert(prompt_losses.end(), size_t(sampled), {losses_begin, p.prompt_logprobs ? n - 1 : 0});
         const int64_t prompt_losses_at = p.prompt_logprobs ? losses_begin : -1;
         losses_begin += n;
@@ -821,9 +821,9 @@ std::vector<std::vector<const Prompt*>> Engine::groups_of(const std::vector<Prom
         if (p.like < 0) continue;
         const auto found =
             std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g[0]->slot == p.like; });
-        require(found != groups.end() && !(*found)[0]->more, "engine: slot ", p.slot, " is like slot ", p.like,
+        require(found != groups.end() && (*found)[0]->ends(), "engine: slot ", p.slot, " is like slot ", p.like,
                 ", whose prompt does not end here");
-        require(length(p.slot) == 0 && p.tokens.empty() && !p.more && !p.prompt_logprobs &&
+        require(length(p.slot) == 0 && p.tokens.empty() && p.ends() && !p.prompt_logprobs &&
                     p.adapter == (*found)[0]->adapter,
                 "engine: slot ", p.slot,
                 " is like another: it must be empty, without tokens and logprobs of its own, and use its adapter");

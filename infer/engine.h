@@ -95,8 +95,7 @@ struct Prompt {
     std::vector<int32_t> tokens;
     int64_t sequence = 0, step = 0;
     int32_t adapter = -1;  // of all tokens of a sequence; -1: none
-    bool more = false;     // the rest comes with another prefill(): no token is sampled yet
-    int64_t later = 0;     // tokens of that rest, for dynamic RoPE
+    int64_t later = 0;     // tokens of the prompt that come with another prefill(); with some, no token is sampled yet
     // The slot of another prompt of the same call, which ends with it. This sequence has the same tokens from the
     // beginning: its own slot is empty and `tokens` too, and it shares the other's pages.
     int64_t like = -1;
@@ -106,6 +105,8 @@ struct Prompt {
     bool logprobs = false;                 // fill Step::logprobs
     int64_t top_logprobs = 0;              // and Step::top_logprobs with so many tokens
     bool prompt_logprobs = false;          // fill Step::prompt_logprobs, and prompt_top_logprobs
+
+    bool ends() const { return later == 0; }
 };
 
 struct TokenLogprob {

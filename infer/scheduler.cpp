@@ -190,7 +190,6 @@ Prompt Scheduler::prompt_of(size_t slot, int64_t begin, int64_t end) const {
     p.slot = int64_t(slot);
     p.tokens.assign(r.context.begin() + begin, r.context.begin() + end);
     p.later = int64_t(r.context.size()) - end;
-    p.more = p.later > 0;
     p.sequence = r.sequence;
     p.adapter = r.adapter;
     p.completion = r.completion->tokens();

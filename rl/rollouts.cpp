@@ -26,7 +26,7 @@ EngineOptions engine_options(const Trainer& t) {
     EngineOptions out = rollout_engine(t.options, t.ctx.world);
     out.sampled_vocab = sampled_vocab(t.model.config, t.tokenizer.get());
     out.sampling.seed = t.options.seed;
-    out.tune_matmuls = t.options.gemm_tune;
+    out.tune_matmuls = t.options.gemm_tune && !t.options.rollout.exact;
     return out;
 }
 

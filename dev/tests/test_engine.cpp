@@ -94,11 +94,17 @@ TEST_P(ModelVariants, AdaptersOfRowsEqualMergedOnes) {
         Driver d(config(), training_shape(1, T, dtype));
         d.randomise(3);
         const RandomAdapters adapters(d.model, 2, 5);
+        const auto merge = [&](DType in, int64_t i) {
+            auto to = std::make_unique<Driver>(config(), training_shape(1, T, in));
+            adapters.merge_into(*to, d, i);
+            return to;
+        };
+        // Of gated linear heads alone rounding is more than bounds() allows.
+        const bool rounds = dtype != DType::F32 && config().layers_of(AttentionType::GatedLinear) > 0;
         std::vector<std::unique_ptr<Driver>> merged, rounded;
         for (int64_t i = 0; i < 2; i++) {
-            merged.push_back(std::make_unique<Driver>(config(), training_shape(1, T, DType::F32)));
-            rounded.push_back(std::make_unique<Driver>(config(), training_shape(1, T, dtype)));
-            for (Driver* to : {merged.back().get(), rounded.back().get()}) adapters.merge_into(*to, d, i);
+            merged.push_back(merge(DType::F32, i));
+            if (rounds) rounded.push_back(merge(dtype, i));
         }
         EngineOptions o = engine_options(4, 14);
         o.batch_invariant = true;
@@ -123,11 +129,10 @@ TEST_P(ModelVariants, AdaptersOfRowsEqualMergedOnes) {
                 p.slot = 0;
                 const std::vector<std::vector<float>> own = step ? alone[i]->decode() : alone[i]->prefill({p});
                 EXPECT_TRUE(same_bits(own[0], logits[i])) << where;
-                if (p.adapter < 0)
-                    expect_same_logits(logits[i], logits_after(d, sequences[i]), where, dtype);
-                else
-                    expect_same_logits(logits[i], logits_after(*merged[size_t(p.adapter)], sequences[i]), where, dtype,
-                                       logits_after(*rounded[size_t(p.adapter)], sequences[i]));
+                Driver& reference = p.adapter < 0 ? d : *merged[size_t(p.adapter)];
+                std::vector<double> of_dtype;
+                if (rounds && p.adapter >= 0) of_dtype = logits_after(*rounded[size_t(p.adapter)], sequences[i]);
+                expect_same_logits(logits[i], logits_after(reference, sequences[i]), where, dtype, of_dtype);
                 sequences[i].push_back(g.sampled[i]);
             }
         }
@@ -360,7 +365,6 @@ TEST(Engine, DynamicRopeFollowsSequenceLength) {
         Generation whole(driver.model, o), cut(driver.model, o);
         expect_same_logits(whole.prefill({{0, sequence, 0, 0}})[0], ref, "600 tokens");
         Prompt first{0, {sequence.begin(), sequence.begin() + 128}, 0, 0};
-        first.more = true;
         first.later = 600 - 128;
         cut.engine.prefill({first});
         expect_same_logits(cut.prefill({{0, {sequence.begin() + 128, sequence.end()}, 0, 0}})[0], ref,

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/device/device.h"
@@ -96,6 +97,14 @@ void expect_sum_of_rows(const char* what, const TestArray& sum, const std::vecto
 
 // Expects the same bits, NaN included.
 void expect_same_bits(const char* what, const std::vector<double>& a, const std::vector<double>& b);
+// op(begin, end) returns what an op makes of rows [begin, end) of N x C: a row's bits are the same alone, among as many
+// rows as a decode step has, and among more, for which a GPU may have other kernels.
+template <typename Op>
+void expect_same_bits_among_any_rows(int64_t N, int64_t C, Op op) {
+    const std::vector<double> all = op(0, N);
+    for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 1}, {17, 81}, {88, N}})
+        expect_same_bits("rows", op(begin, end), {all.begin() + begin * C, all.begin() + end * C});
+}
 
 // Expects f() to throw Error with exactly this message.
 template <typename F>

@@ -19,7 +19,7 @@
 //                     32 to 100 (fp32)     40 to 66 (fp32)
 //   blocks per SM     4 to 8 (bf16)        5 to 7 (bf16)        2 (1 for C > 3072)
 //
-// Up to FEW_ROWS rows, a forward block holds one row: 64 rows of LLaMA 1B (C = 2048) are 64 blocks of a warp with 190
+// Up to FEW_ROWS rows, a forward block holds one row: 64 rows of LLaMA 1B (C = 2048) are 64 blocks of a warp with 182
 // registers.
 //
 // GPT-2 124M, bf16, B=64, T=1024: N = 65536 rows of C = 768. Forward: 768 = 3·32·8, so a warp holds a row with PACKS =
