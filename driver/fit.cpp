@@ -109,6 +109,7 @@ FitReport find_fit(RunOptions& o, int64_t layers, int64_t world, const Target& t
                    const std::function<int64_t(const RunOptions&)>& bytes,
                    const std::function<std::string(const RunOptions&)>& lacks_host) {
     FitReport report{{}, available};
+    if (o.rollout.on()) report.to_lower = "--rollout-batch-size, --batch-size or --max-tokens";
     const auto whole = [&](RunOptions tried) {
         choose_fp8_weights(tried, available, bytes);
         return tried;
@@ -177,5 +178,5 @@ std::string FitReport::remedy() const {
             ? str("the least is ", human_bytes(least.bytes), least.options.empty() ? "" : ", with ", least.options)
             : str("with ", on_host->options.empty() ? "the options as given" : on_host->options, " ", on_host->lacks,
                   "; free memory of the host");
-    return nearest + "; lower --seq-len, use a smaller model, or more processes with --zero-stage";
+    return str(nearest, "; lower ", to_lower, ", use a smaller model, or more processes with --zero-stage");
 }

@@ -16,8 +16,9 @@ struct FitReport {
         int64_t bytes;
         std::string lacks;  // memory that hosts lack for options that fit on the device; "": none
     };
-    std::vector<Try> tried;  // the one expected to be fastest first; if one fits, it is the last
-    int64_t available = 0;   // bytes
+    std::vector<Try> tried;              // the one expected to be fastest first; if one fits, it is the last
+    int64_t available = 0;               // bytes
+    const char* to_lower = "--seq-len";  // what else takes less memory
 
     bool found() const { return !tried.empty() && tried.back().bytes <= available && tried.back().lacks.empty(); }
     // For the error if nothing was found: what hosts lack or the least that was tried, and what else helps.

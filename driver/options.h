@@ -116,10 +116,10 @@ constexpr Names<3> SAMPLER_NAMES = {"auto", "fast", "exact"};
 
 // Reinforcement learning (rl/): the rollout that comes before a run's updates, and the loss of these.
 struct RolloutFlags {
-    int64_t prompts = 0;                        // of a rollout, on all ranks together; 0: the run does not sample
-    int64_t completions = 8;                    // of each prompt
-    int64_t max_tokens = 256, batch_size = 64;  // of a completion; completions that a rank samples at the same time
-    int64_t updates = 1;                        // of the weights, after each rollout
+    int64_t prompts = 0;                         // of a rollout, on all ranks together; 0: the run does not sample
+    int64_t completions = 8;                     // of each prompt
+    int64_t max_tokens = 256, batch_size = 256;  // of a completion; completions that a rank samples at the same time
+    int64_t updates = 1;                         // of the weights, after each rollout
     double temperature = 1;
     Advantage advantage = Advantage::Group;
     LossNorm loss_norm = LossNorm::Sequence;

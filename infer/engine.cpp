@@ -279,6 +279,7 @@ void Engine::allocate(const InferenceWeights& model_weights, const Tensor& share
     count_weight_bytes();
     fill_memory();
     prepare_graphs();
+    prepare_pass_graphs();
     device_fill(buffer_index.data, 0, size_t(buffer_index.bytes()), stream);
 }
 
@@ -397,6 +398,50 @@ void Engine::prepare_graphs() {
         }
         if (n == B) break;
     }
+}
+
+// With all_batch_sizes, short passes are graphs too: running sequences wait for them, and a graph has no gaps between
+// its kernels. Passes of any number of tokens up to the longest take one of few sizes, whose last rows belong to no
+// sequence, and have the same number of chunks, of which the last are empty. (Linear attention would write the state of
+// an empty chunk.)
+int64_t Engine::recorded_rows(int64_t N, int64_t chunks) const {
+    const bool records =
+        options.all_batch_sizes && graphs_replay() && !forward && !prompts_by_page() && !config.has_linear_attention();
+    const int64_t padded = (N + KV_PAGE - 1) / KV_PAGE * KV_PAGE;
+    const bool fits =
+        padded <= std::min(prompt_tokens_beside_decoding(), tokens.shape[0]) && chunks <= recorded_chunks();
+    return records && fits ? padded : 0;
+}
+
+// Records the graphs of recorded_rows() ahead, with passes whose rows all belong to no sequence.
+void Engine::prepare_pass_graphs() {
+    for (int64_t N = KV_PAGE; recorded_rows(N, 1); N += KV_PAGE) {
+        for (const Tensor& t : {tokens, positions, cum_q, cum_k, pass_slots})
+            device_fill(t.data, 0, size_t(t.bytes()), stream);
+        for (const std::vector<Tensor>& filled : {rows, {tile_rows, tile_adapters, row_adapters}})
+            for (const Tensor& t : filled)
+                if (t) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
+        const int64_t chunks = recorded_chunks();
+        PassInputs in{tokens.rows(0, N), positions.rows(0, N), {}, {}, {}, {}, false, true};
+        for (const Tensor& t : rows) in.rows.push_back(t.rows(0, N));
+        in.sequences.cum_q = cum_q.rows(0, chunks + 1);
+        in.sequences.cum_k = cum_k.rows(0, chunks + 1);
+        in.sequences.page_rows = pass_slots.rows(0, chunks);
+        in.sequences.max_q = N;
+        for (const bool adapted : {false, true}) {
+            if (adapted && !options.adapters) continue;
+            if (adapted) in.tiles = adapter_tiles(N);
+            for (int64_t length = 0; length < options.context; length = in.sequences.max_k) {
+                in.sequences.max_k = bucket(length + 1, options.context);
+                run_recorded_pass(in);
+            }
+        }
+    }
+}
+
+void Engine::run_recorded_pass(const PassInputs& in) {
+    pass_graphs[{in.positions.shape[0], in.sequences.max_k, in.tiles.has_value()}].run(stream,
+                                                                                       [&] { run_pass(in, {}); });
 }
 
 // Applies QK-norm and RoPE to q and k in the packed rows, where attention does not rotate them itself. angles: rows of
@@ -548,9 +593,17 @@ LinearAttentionState Engine::copy_states(const LinearAttentionState& from) {
 // to `last`, the head's input, from row first_finished on.
 void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished) {
     const PassInputs in = upload_pass(chunks);
-    run_pass(in, first_finished);
+    const Tensor last_of_pass = last.rows(first_finished, first_finished + in.finished.shape[0]);
+    if (in.recorded)
+        run_recorded_pass(in);
+    else
+        run_pass(in, last_of_pass);
     for (const PromptChunk& p : chunks) cache.forget(p.prompt->slot, length(p.prompt->slot));
-    if (!forward) score_prompts(chunks, x.rows(0, in.positions.shape[0]));
+    if (forward) return;
+    const Tensor hidden = x.rows(0, in.positions.shape[0]);
+    // An embedding look-up gathers the rows.
+    if (last_of_pass.shape[0]) embedding_forward(last_of_pass, in.finished, in.finished, hidden, {}, stream);
+    score_prompts(chunks, hidden);
 }
 
 // Uploads what a pass over the chunks reads. token_ids: the tokens, if they are on the device only.
@@ -586,12 +639,21 @@ Engine::PassInputs Engine::upload_pass(const std::vector<PromptChunk>& chunks, T
         most_keys = std::max(most_keys, past + n);
         finished.insert(finished.end(), size_t(p.sampled), q_ends.back() - 1);
     }
-    if (prompts_by_page()) {  // rows of no sequence; attention and linear attention choose kernels by max_q
-        for (std::vector<int32_t>* of_rows : {&token, &position}) of_rows->resize(KV_PAGE, 0);
-        adapter.resize(KV_PAGE, -1);
-        for (std::vector<int32_t>& of_group : row) of_group.resize(KV_PAGE, -1);
-        sequence_lengths.resize(KV_PAGE, 1);
-        most_tokens = KV_PAGE;
+    const int64_t recorded = recorded_rows(int64_t(position.size()), int64_t(chunks.size()));
+    in.recorded = recorded > 0;
+    if (in.recorded || prompts_by_page()) {
+        // Rows of no sequence; attention and linear attention choose kernels by max_q.
+        most_tokens = in.recorded ? recorded : KV_PAGE;
+        const size_t padded = size_t(most_tokens);
+        for (std::vector<int32_t>* of_rows : {&token, &position}) of_rows->resize(padded, 0);
+        adapter.resize(padded, -1);
+        for (std::vector<int32_t>& of_group : row) of_group.resize(padded, -1);
+        sequence_lengths.resize(padded, 1);
+    }
+    if (in.recorded) {
+        for (std::vector<int32_t>* ends : {&q_ends, &k_ends}) ends->resize(size_t(recorded_chunks()) + 1, ends->back());
+        slots.resize(size_t(recorded_chunks()), slots.back());
+        most_keys = bucket(most_keys, options.context);
     }
 
     staging->next();
@@ -615,11 +677,10 @@ Engine::PassInputs Engine::upload_pass(const std::vector<PromptChunk>& chunks, T
     return in;
 }
 
-// What prefill_pass() computes on the device.
-void Engine::run_pass(const PassInputs& in, int64_t first_finished) {
+// Computes x of a pass, or, with another program's forward pass, the rows of x that the head reads.
+void Engine::run_pass(const PassInputs& in, const Tensor& last_of_pass) {
     const ModelConfig& c = config;
     const int64_t N = in.positions.shape[0], Q = c.heads * c.head_size;
-    const Tensor last_of_pass = last.rows(first_finished, first_finished + in.finished.shape[0]);
     const Tensor angles = table ? angle_rows(N) : Tensor{};
     const auto attend = [&](int64_t l, const Tensor& heads, const Tensor& out) {
         const Tensor k = cache.k_rows(l), v = cache.v_rows(l);
@@ -645,8 +706,6 @@ void Engine::run_pass(const PassInputs& in, int64_t first_finished) {
         }
         attend(l, qkv.rows(0, N), att.rows(0, N));
     });
-    // An embedding look-up gathers the rows.
-    if (last_of_pass.shape[0]) embedding_forward(last_of_pass, in.finished, in.finished, hidden, {}, stream);
 }
 
 // Computes the logprobs of the pass's tokens for prompts that ask for them, in chunks of rows that fit `logits_out`.
@@ -1142,7 +1201,7 @@ void Engine::outside_decode_step() {
     PassInputs in = upload_pass(chunks, ids.rows(0, B));
     in.sequences.max_k = bucket(in.sequences.max_k, options.context);
     graphs[{B, in.sequences.max_k, step_classes & STEP_KERNELS}].run(stream, [&] {
-        run_pass(in, 0);
+        run_pass(in, last.rows(0, B));
         compute_logits(last.rows(0, B));
         sample(B);
     });

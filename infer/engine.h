@@ -60,8 +60,9 @@ struct EngineOptions {
     bool batch_invariant = false;
     bool tune_matmuls = true;  // time the GEMM library's algorithms for a full batch (matmul.h)
     bool logprobs = false;     // fill Step::logprobs for all prompts
-    // On a GPU: requests come and go at any time, so the graphs of all batch sizes are recorded ahead, which takes a
-    // second or less. Otherwise each is recorded when it is needed, which delays a token by milliseconds.
+    // On a GPU: requests come and go at any time, so the graphs of all batch sizes and of short passes over prompts are
+    // recorded ahead, which takes a second or less. Otherwise those of steps are recorded when they are needed, which
+    // delays a token by milliseconds.
     bool all_batch_sizes = false;
     int64_t adapters = 0;      // LoRA adapters that prompts choose from (InferenceWeights::adapters)
     int64_t adapter_rank = 0;  // R of kernels/generation/lora_rows.h
@@ -257,6 +258,7 @@ class Engine {
         AttentionSequences sequences;  // less pages and window
         std::optional<AdapterTiles> tiles;
         bool has_past = false;  // some chunk continues a sequence
+        bool recorded = false;  // the pass has a graph
     };
     // A step that is queued, with the host memory that receives its results.
     struct QueuedStep {
@@ -291,8 +293,12 @@ class Engine {
     void fill_rope_table();
     void count_weight_bytes();
     void prepare_graphs();
+    void prepare_pass_graphs();
     PassInputs upload_pass(const std::vector<PromptChunk>& chunks, Tensor token_ids = {});
-    void run_pass(const PassInputs& in, int64_t first_finished);
+    void run_pass(const PassInputs& in, const Tensor& last_of_pass);
+    void run_recorded_pass(const PassInputs& in);
+    int64_t recorded_rows(int64_t N, int64_t chunks) const;  // of a pass over N tokens; 0: it has no graph
+    int64_t recorded_chunks() const { return std::min<int64_t>(options.slots, 4); }
     void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished);
     std::vector<std::pair<int64_t, int64_t>> compute_prompts(const std::vector<std::vector<const Prompt*>>& groups);
     void outside_decode_step();
@@ -387,6 +393,7 @@ class Engine {
     // What the sampling of the batch needs; graphs by batch size, longest context and the kernels of step_classes.
     uint32_t step_classes = 0;
     std::map<std::array<int64_t, 3>, Graph> graphs;
+    std::map<std::array<int64_t, 3>, Graph> pass_graphs;  // by rows, longest context, and whether rows use adapters
 
     HostMemory results{nullptr, host_free}, prompt_results{nullptr, host_free};
     QueuedStep queue[2];

@@ -107,14 +107,14 @@ class Machine:
     # ---- what it is
 
     def describe(self):
-        rows = [("system", scrub(self.system())), ("CPU", self.cpu()), *self.gpus(), ("CUDA", self.toolkit()),
-                ("busy before", self.load())]
-        table = "".join(f"| {name} | {cell(text)} |\n" for name, text in rows if text)
-        try:
+        try:  # first: queries of a busy GPU may take the part's time
             version, ending = self.run([self.program("train_gpt"), "--version"], 20)
             version = scrub(version.strip()) + (f"\n({ending})" if ending else "")
         except Failed as failed:
             version = str(failed)
+        rows = [("system", scrub(self.system())), ("CPU", self.cpu()), *self.gpus(), ("CUDA", self.toolkit()),
+                ("busy before", self.load())]
+        table = "".join(f"| {name} | {cell(text)} |\n" for name, text in rows if text)
         missing = [] if version.startswith("train_gpt is not built") else self.not_built()
         note = f"\n\nNot built: {', '.join(missing)}: {cell(self.build_error())}" if missing else ""
         return (f"| | |\n|---|---|\n{table}\n`train_gpt --version`, built in {self.build_seconds:.0f} s:\n\n"

@@ -36,26 +36,58 @@ TEST_P(ModelVariants, EngineMatchesForward) {
     }
 }
 
-// The same sequence in one prefill, in parts, and token by token.
+// The same sequence in one prefill, in parts, and token by token; on a GPU also in passes that are graphs.
 TEST_P(ModelVariants, PrefillContinuesASequence) {
     const std::vector<int32_t> sequence = random_tokens(config(), 11, 3);
     for (const DType dtype : generation_dtypes(config())) {
         Driver d(config(), training_shape(1, T, dtype));
         d.randomise(3);
         const std::vector<double> ref = logits_after(d, sequence);
-        for (const std::vector<size_t>& cuts :
-             {std::vector<size_t>{11}, {4, 11}, {1, 2, 9, 11}, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}}) {
-            Generation g(d.model, engine_options(2, 12));
-            std::vector<std::vector<float>> logits;
-            size_t begin = 0;
-            for (const size_t end : cuts) {
-                if (begin) g.engine.retire(1);
-                logits = g.prefill({{1, {sequence.begin() + long(begin), sequence.begin() + long(end)}, 0, 0}});
-                begin = end;
+        for (const bool recorded : {false, true})
+            for (const std::vector<size_t>& cuts :
+                 {std::vector<size_t>{11}, {4, 11}, {1, 2, 9, 11}, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}}) {
+                EngineOptions o = engine_options(2, 12);
+                o.all_batch_sizes = recorded;
+                o.prompt_tokens = recorded ? 2 * KV_PAGE : 0;
+                Generation g(d.model, o);
+                std::vector<std::vector<float>> logits;
+                size_t begin = 0;
+                for (const size_t end : cuts) {
+                    if (begin) g.engine.retire(1);
+                    logits = g.prefill({{1, {sequence.begin() + long(begin), sequence.begin() + long(end)}, 0, 0}});
+                    begin = end;
+                }
+                expect_same_logits(logits[0], ref,
+                                   str(dtype_name(dtype), ", ", cuts.size(), " parts", recorded ? ", recorded" : ""),
+                                   dtype);
+                EXPECT_EQ(g.engine.length(1), 11);
             }
-            expect_same_logits(logits[0], ref, str(dtype_name(dtype), ", ", cuts.size(), " parts"), dtype);
-            EXPECT_EQ(g.engine.length(1), 11);
+    }
+}
+
+// Passes over several prompts of unequal length, two with a past of more than a page, where passes are graphs: as many
+// chunks as these have, fewer and more, and more tokens than the shortest graph has rows.
+TEST_P(GenerationByType, RecordedPasses) {
+    EngineOptions o = engine_options(6, 600);
+    o.all_batch_sizes = true;
+    Generation g(driver.model, o);
+    std::vector<std::vector<int32_t>> sequences(6);
+    const std::vector<std::vector<std::pair<int64_t, int64_t>>> passes = {{{2, 200}, {4, 140}},
+                                                                          {{2, 50}, {4, 250}},
+                                                                          {{0, 3}, {2, 60}, {1, 40}, {3, 20}},
+                                                                          {{0, 9}, {1, 1}, {2, 2}, {3, 7}, {5, 4}}};
+    for (const auto& pass : passes) {
+        std::vector<Prompt> prompts;
+        for (const auto& [slot, n] : pass) {
+            if (!sequences[size_t(slot)].empty()) g.engine.retire(slot);
+            prompts.push_back({slot, random_tokens(driver.model.config, n, uint64_t(n)), slot, 0});
+            sequences[size_t(slot)].insert(sequences[size_t(slot)].end(), prompts.back().tokens.begin(),
+                                           prompts.back().tokens.end());
         }
+        const std::vector<std::vector<float>> logits = g.prefill(prompts);
+        for (size_t i = 0; i < pass.size(); i++)
+            expect_same_logits(logits[i], logits_after(driver, sequences[size_t(pass[i].first)]),
+                               str("slot ", pass[i].first, " of ", pass.size()));
     }
 }
 

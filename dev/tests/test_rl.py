@@ -2,6 +2,7 @@
 """`rl`: rewards rise, resuming to the bit, what is logged, options, ranks and refusals (TRAIN_GPT names the driver)."""
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -33,6 +34,14 @@ def write_rows(path, rows):
 
 
 EXACT = ["--rollout", "exact", "--dtype", "bf16" if cuda() else "fp32"]
+
+
+def count_lines(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read().count(b"\n")
+    except FileNotFoundError:
+        return 0
 
 
 def why_not_exact():
@@ -168,19 +177,24 @@ class RlTest(TrainingTest):
         self.assertIn("cannot change", done.stderr)
 
     def test_killed_runs_resume_to_the_bit(self):
-        options = ["--steps", 12, "--save-every", 2, "--updates-per-rollout", 2]
+        """Killed in the middle of steps of random numbers: of three, or of KILLS in the environment."""
+        steps, kills, chance = 20, int(os.environ.get("KILLS", "3")), random.Random(1)
+        options = ["--steps", steps, "--save-every", 2, "--updates-per-rollout", 2]
         if cuda():  # a run that is killed before its first checkpoint times the matmuls again
             options += ["--gemm-tune", "off"]
         whole, part = self.rl("never_killed", *options), os.path.join(self.top, "killed")
-        command = ["rl", *self.rl_args("killed", *options)]
-        for delay in (0.2, 0.3, 0.45):
+        command, killed = ["rl", *self.rl_args("killed", *options)], 0
+        for step in sorted(chance.sample(range(1, steps), kills)):
             process = subprocess.Popen([DRIVER, *map(str, command)], env={**ENVIRONMENT, **ONE_THREAD},
                                        stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            time.sleep(delay)
+            while count_lines(os.path.join(part, "log.jsonl")) < step and process.poll() is None:
+                time.sleep(0.002)
+            time.sleep(chance.uniform(0, 0.02))
             process.send_signal(signal.SIGKILL)
-            process.wait()
+            killed += process.wait() == -signal.SIGKILL
             if os.path.exists(os.path.join(part, "run.toml")):
                 command = ["rl", "--resume", "--out", part]
+        self.assertGreater(killed, 0)
         done = run(*command, env=ONE_THREAD)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(self.state(part), self.state(whole))
