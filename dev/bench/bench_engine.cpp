@@ -32,12 +32,6 @@ double milliseconds(Clock::duration d) {
     return std::chrono::duration<double, std::milli>(d).count();
 }
 
-double percentile(std::vector<double> values, double p) {
-    if (values.empty()) return NAN;
-    std::sort(values.begin(), values.end());
-    return values[size_t(std::llround(p * double(values.size() - 1)))];
-}
-
 // A request, and when its tokens came.
 struct Timed {
     CompletionOptions options;

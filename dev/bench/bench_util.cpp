@@ -1,6 +1,7 @@
 #include "dev/bench/bench_util.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 
@@ -109,6 +110,12 @@ void report_flops(benchmark::State& state, double flops, DType T) {
 
 void report_tokens(benchmark::State& state, double tokens) {
     state.counters["tokens/s"] = benchmark::Counter(tokens, benchmark::Counter::kIsIterationInvariantRate);
+}
+
+double percentile(std::vector<double> values, double p) {
+    if (values.empty()) return NAN;
+    std::sort(values.begin(), values.end());
+    return values[size_t(std::llround(p * double(values.size() - 1)))];
 }
 
 void skip_bench(benchmark::State& state, const std::string& reason) {

@@ -56,6 +56,9 @@ void report_bytes(benchmark::State& state, double bytes);
 void report_flops(benchmark::State& state, double flops, DType T = DType::F32);
 void report_tokens(benchmark::State& state, double tokens);
 
+// Of these values, the one with a fraction p of them below it; NaN without values.
+double percentile(std::vector<double> values, double p);
+
 // To be called instead of the loop: the line of this run prints the reason instead of numbers.
 void skip_bench(benchmark::State& state, const std::string& reason);
 
