@@ -43,9 +43,12 @@ const char* unfused_model_option(const ModelConfig& c, const EngineOptions& o) {
 }
 
 // Bits of step_classes beside those of sampling_class: what a step computes after sampling, and whether its rows use
-// adapters.
-constexpr uint32_t LOGPROBS = 1 << 16, TOP_LOGPROBS = 1 << 17, ADAPTERS = 1 << 18;
-constexpr uint32_t STEP_KERNELS = sampling_class::KERNELS | LOGPROBS | TOP_LOGPROBS | ADAPTERS;
+// adapters, or all of them the only one (AdapterTiles::everywhere).
+constexpr uint32_t LOGPROBS = 1 << 16, TOP_LOGPROBS = 1 << 17, ADAPTERS = 1 << 18, ADAPTED_EVERYWHERE = 1 << 19;
+constexpr uint32_t STEP_KERNELS = sampling_class::KERNELS | LOGPROBS | TOP_LOGPROBS | ADAPTERS | ADAPTED_EVERYWHERE;
+
+// Most rows for which the kernels of lora_rows.h are faster than matmuls over all rows.
+constexpr int64_t ADAPTER_KERNEL_ROWS = 64;
 
 EngineOptions effective(EngineOptions o, const ModelConfig& config) {
     if (o.sampled_vocab == 0 || o.sampled_vocab > config.vocab_size) o.sampled_vocab = config.vocab_size;
@@ -84,10 +87,6 @@ int64_t Engine::pass_tokens() const {
 
 int64_t Engine::prompt_chunk_tokens() {
     return backend_device() == Device::CPU ? 512 : 8192;
-}
-
-int64_t Engine::prompt_tokens_beside_decoding() {
-    return backend_device() == Device::CPU ? 256 : 384;
 }
 
 int64_t Engine::steps_ahead() {
@@ -316,18 +315,22 @@ void Engine::fill_memory() {
 }
 
 // The tiles of a batch of N rows, as they were uploaded last.
-AdapterTiles Engine::adapter_tiles(int64_t N) const {
+AdapterTiles Engine::adapter_tiles(int64_t N, bool everywhere) const {
     const int64_t count = max_adapter_tiles(N, options.adapters);
-    return {tile_rows.rows(0, count * LORA_TILE), tile_adapters.rows(0, count), row_adapters.rows(0, N)};
+    return {tile_rows.rows(0, count * LORA_TILE), tile_adapters.rows(0, count), row_adapters.rows(0, N), everywhere};
 }
 
-// Null where the rows are computed without adapters. With a promise of bits all rows are computed alike.
-std::optional<AdapterTiles> Engine::upload_adapters(const std::vector<int32_t>& adapter_of_row) {
-    const bool used =
-        std::any_of(adapter_of_row.begin(), adapter_of_row.end(), [](int32_t adapter) { return adapter >= 0; });
+// Null where the rows are computed without adapters. With a promise of bits all rows are computed alike. From row
+// `used_rows` on they belong to no sequence.
+std::optional<AdapterTiles> Engine::upload_adapters(const std::vector<int32_t>& adapter_of_row, size_t used_rows) {
+    const auto adapted = [](int32_t adapter) { return adapter >= 0; };
+    const auto end = adapter_of_row.begin() + std::ptrdiff_t(used_rows);
+    const bool used = std::any_of(adapter_of_row.begin(), end, adapted);
     if (!used && !(options.adapters && options.batch_invariant)) return {};
+    const bool everywhere =
+        options.adapters == 1 && !promises_bits() && std::all_of(adapter_of_row.begin(), end, adapted);
     const HostAdapterTiles host = tiles_of_adapters(adapter_of_row, options.adapters);
-    const AdapterTiles tiles = adapter_tiles(int64_t(adapter_of_row.size()));
+    const AdapterTiles tiles = adapter_tiles(int64_t(adapter_of_row.size()), everywhere);
     staging->put(tiles.rows.data, host.rows.data(), tiles.rows.bytes(), stream);
     staging->put(tiles.adapters.data, host.adapters.data(), tiles.adapters.bytes(), stream);
     staging->put(tiles.of_row.data, adapter_of_row.data(), tiles.of_row.bytes(), stream);
@@ -387,6 +390,7 @@ void Engine::prepare_graphs() {
         decode_step(B, bucket(1, options.context));
         const uint32_t classes = step_classes;
         step_classes |= ADAPTERS;  // other matmuls, without activations
+        if (options.adapters == 1 && !promises_bits()) step_classes |= ADAPTED_EVERYWHERE;
         if (options.adapters) decode_step(B, bucket(1, options.context));
         step_classes = classes;
         matmul_tuning(false, stream);
@@ -408,8 +412,7 @@ int64_t Engine::recorded_rows(int64_t N, int64_t chunks) const {
     const bool records =
         options.all_batch_sizes && graphs_replay() && !forward && !prompts_by_page() && !config.has_linear_attention();
     const int64_t padded = (N + KV_PAGE - 1) / KV_PAGE * KV_PAGE;
-    const bool fits =
-        padded <= std::min(prompt_tokens_beside_decoding(), tokens.shape[0]) && chunks <= recorded_chunks();
+    const bool fits = padded <= std::min(PROMPT_TOKENS_BESIDE_DECODING, tokens.shape[0]) && chunks <= recorded_chunks();
     return records && fits ? padded : 0;
 }
 
@@ -430,7 +433,11 @@ void Engine::prepare_pass_graphs() {
         in.sequences.max_q = N;
         for (const bool adapted : {false, true}) {
             if (adapted && !options.adapters) continue;
-            if (adapted) in.tiles = adapter_tiles(N);
+            if (adapted) in.tiles = adapter_tiles(N, options.adapters == 1 && !promises_bits());
+            in.sequences.max_k = bucket(1, options.context);
+            matmul_tuning(options.tune_matmuls, stream);
+            run_pass(in, {});
+            matmul_tuning(false, stream);
             for (int64_t length = 0; length < options.context; length = in.sequences.max_k) {
                 in.sequences.max_k = bucket(length + 1, options.context);
                 run_recorded_pass(in);
@@ -440,8 +447,8 @@ void Engine::prepare_pass_graphs() {
 }
 
 void Engine::run_recorded_pass(const PassInputs& in) {
-    pass_graphs[{in.positions.shape[0], in.sequences.max_k, in.tiles.has_value()}].run(stream,
-                                                                                       [&] { run_pass(in, {}); });
+    const int64_t adapted = in.tiles ? 1 + in.tiles->everywhere : 0;
+    pass_graphs[{in.positions.shape[0], in.sequences.max_k, adapted}].run(stream, [&] { run_pass(in, {}); });
 }
 
 // Applies QK-norm and RoPE to q and k in the packed rows, where attention does not rotate them itself. angles: rows of
@@ -494,13 +501,31 @@ void Engine::adapted_layer(const LinearOutput& output, Tensor inp, const NormWei
     const bool activates = output.activation != Activation::None;
     const Tensor y = activates ? pre_activation.rows(0, N) : output.out;
     linear({y, Activation::None, output.residual}, from, {}, w, scratch, batch_invariant, stream);
-    if (adapters.a) {
+    if (adapters.a && tiles.everywhere && N > ADAPTER_KERNEL_ROWS) {
+        add_adapter(y, from, adapters);
+    } else if (adapters.a) {
         const Tensor h = make_tensor(low_rank.data, DType::F32, low_rank.device,
                                      {adapter_splits(from.shape[1]), N, adapters.a.shape[1]});
         adapters_shrink(h, from, adapters, tiles, stream);
         adapters_expand(y, h, adapters, tiles, stream);
     }
     if (activates) activation_forward(output.activation, output.out, y, stream);
+}
+
+// Adds the only adapter to all rows of y, part by part. h is rounded to the rows' dtype.
+void Engine::add_adapter(Tensor y, Tensor inp, const AdapterWeights& w) {
+    const int64_t N = inp.shape[0], width = w.a.shape[1], R = w.b.shape[2];
+    const Tensor h = make_tensor(low_rank.data, inp.dtype, low_rank.device, {N, width}),
+                 a = make_tensor(w.a.data, w.a.dtype, w.a.device, {width, w.a.shape[2]}),
+                 b = make_tensor(w.b.data, w.b.dtype, w.b.device, {w.b.shape[0], R});
+    matmul(h, inp, a, false, true, false, stream);
+    int64_t begin = 0;
+    for (int64_t part = 0; part < width / R; part++) {
+        const int64_t end = w.part_ends[size_t(part)];
+        matmul(y.columns(begin, end), h.columns(part * R, (part + 1) * R), b.rows(begin, end), false, true, true,
+               stream);
+        begin = end;
+    }
 }
 
 // Runs x [N, C] through all blocks. attend(l) computes att from qkv and the cache.
@@ -639,7 +664,8 @@ Engine::PassInputs Engine::upload_pass(const std::vector<PromptChunk>& chunks, T
         most_keys = std::max(most_keys, past + n);
         finished.insert(finished.end(), size_t(p.sampled), q_ends.back() - 1);
     }
-    const int64_t recorded = recorded_rows(int64_t(position.size()), int64_t(chunks.size()));
+    const size_t used_rows = position.size();
+    const int64_t recorded = recorded_rows(int64_t(used_rows), int64_t(chunks.size()));
     in.recorded = recorded > 0;
     if (in.recorded || prompts_by_page()) {
         // Rows of no sequence; attention and linear attention choose kernels by max_q.
@@ -665,7 +691,7 @@ Engine::PassInputs Engine::upload_pass(const std::vector<PromptChunk>& chunks, T
     };
     in.tokens = token_ids ? token_ids : put(tokens, token);
     in.positions = put(positions, position);
-    in.tiles = upload_adapters(adapter);
+    in.tiles = upload_adapters(adapter, used_rows);
     for (size_t g = 0; g < row.size(); g++) in.rows.push_back(put(rows[g], row[g]));
     upload_angles(position, sequence_lengths);
     in.sequences.cum_q = put(cum_q, q_ends);
@@ -962,7 +988,8 @@ void Engine::upload_batch(bool with_tokens) {
     put(sequences, id);
     put(steps, next);
     put(sampling_rows, sampling);
-    if (upload_adapters(adapter)) step_classes |= ADAPTERS;
+    if (const std::optional<AdapterTiles> tiles = upload_adapters(adapter, batch.size()))
+        step_classes |= ADAPTERS | (tiles->everywhere ? ADAPTED_EVERYWHERE : 0u);
     if (with_tokens) put(ids, token);
 }
 
@@ -1083,7 +1110,9 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
         return sample(B);
     }
     embed(hidden, ids.rows(0, B), token_positions);
-    const std::optional<AdapterTiles> tiles = step_classes & ADAPTERS ? std::optional(adapter_tiles(B)) : std::nullopt;
+    const bool everywhere = step_classes & ADAPTED_EVERYWHERE;
+    const std::optional<AdapterTiles> tiles =
+        step_classes & ADAPTERS ? std::optional(adapter_tiles(B, everywhere)) : std::nullopt;
     run_blocks(hidden, angles, options.batch_invariant, tiles, [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(

@@ -202,13 +202,17 @@ Prompt Scheduler::prompt_of(size_t slot, int64_t begin, int64_t end) const {
     return p;
 }
 
-// The most tokens of the next chunk: few where sequences wait for it.
+// The most tokens of the next chunk: few where sequences wait for it, but more where more prompts wait for their first
+// token than sequences for their next one.
 int64_t Scheduler::chunk_size() const {
-    const bool awaited = std::any_of(running.begin(), running.end(),
-                                     [](const Running& s) { return s.request && !s.computing && !s.suspended; });
-    const int64_t tokens = chunk_tokens ? chunk_tokens
-                           : awaited    ? Engine::prompt_tokens_beside_decoding()
-                                        : Engine::prompt_chunk_tokens();
+    int64_t generating = 0, computing = 0;
+    for (const Running& s : running) {
+        generating += s.request && !s.computing && !s.suspended;
+        computing += s.request && s.computing;
+    }
+    int64_t tokens = chunk_tokens ? chunk_tokens : Engine::prompt_chunk_tokens();
+    if (!chunk_tokens && generating > 0)
+        tokens = std::min(tokens, Engine::PROMPT_TOKENS_BESIDE_DECODING * std::max<int64_t>(computing / generating, 1));
     return std::min(tokens, engine.options.prompt_tokens);
 }
 

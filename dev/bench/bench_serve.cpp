@@ -237,6 +237,6 @@ void prefix(benchmark::State& state) {
 BENCH(first, (std::vector<std::string>{"requests"}), (Sizes{{5}}), (Sizes{{5}, {50}}));
 BENCH(streams, (std::vector<std::string>{"N"}), (Sizes{{1}, {4}}), (Sizes{{1}, {64}, {1}, {64}}));
 BENCH(arrivals, (std::vector<std::string>{"per_second", "requests"}), (Sizes{{1, 4}}), (Sizes{{10, 100}}));
-BENCH(prefix, (std::vector<std::string>{"shared"}), (Sizes{{512}}), (Sizes{{8000}, {8000}}));
+BENCH(prefix, (std::vector<std::string>{"shared"}), (Sizes{{512}, {8000}, {8000}}), (Sizes{{8000}, {8000}}));
 
 }  // namespace

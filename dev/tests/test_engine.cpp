@@ -185,20 +185,22 @@ TEST(Engine, AdaptersOfManyRowsEqualMergedOnes) {
         d.randomise(3);
         const RandomAdapters adapters(d.model, 1, 8);
         adapters.merge_into(merged, d, 0);
-        Generation g(d.model, engine_options(12, 14), &adapters, 1);
-        std::vector<Prompt> prompts;
-        std::vector<std::vector<int32_t>> sequences;
-        for (int64_t i = 0; i < 12; i++) {
-            prompts.push_back({i, random_tokens(c, 3 + i % 4, uint64_t(i)), 0, 0});
-            prompts.back().adapter = i % 3 ? 0 : -1;
-            sequences.push_back(prompts.back().tokens);
-        }
-        for (int step = 0; step < 4; step++) {
-            const std::vector<std::vector<float>> logits = step ? g.decode() : g.prefill(prompts);
-            for (size_t i = 0; i < prompts.size(); i++) {
-                expect_same_logits(logits[i], logits_after(prompts[i].adapter < 0 ? d : merged, sequences[i]),
-                                   str(dtype_name(dtype), ", sequence ", i, " step ", step), dtype);
-                sequences[i].push_back(g.sampled[i]);
+        for (const int64_t rows : {12, 70}) {  // some without an adapter; all with it, which on a GPU may be matmuls
+            Generation g(d.model, engine_options(rows, 14), &adapters, 1);
+            std::vector<Prompt> prompts;
+            std::vector<std::vector<int32_t>> sequences;
+            for (int64_t i = 0; i < rows; i++) {
+                prompts.push_back({i, random_tokens(c, 3 + i % 4, uint64_t(i)), 0, 0});
+                prompts.back().adapter = rows > 12 || i % 3 ? 0 : -1;
+                sequences.push_back(prompts.back().tokens);
+            }
+            for (int step = 0; step < 4; step++) {
+                const std::vector<std::vector<float>> logits = step ? g.decode() : g.prefill(prompts);
+                for (size_t i = 0; i < prompts.size(); i++) {
+                    expect_same_logits(logits[i], logits_after(prompts[i].adapter < 0 ? d : merged, sequences[i]),
+                                       str(dtype_name(dtype), ", sequence ", i, " of ", rows, ", step ", step), dtype);
+                    sequences[i].push_back(g.sampled[i]);
+                }
             }
         }
     }

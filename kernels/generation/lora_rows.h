@@ -37,6 +37,8 @@ struct AdapterTiles {
     Tensor rows;      // [tiles·LORA_TILE] int32: row of the batch, −1: none
     Tensor adapters;  // [tiles] int32: of a tile's rows; −1: none
     Tensor of_row{};  // [N] int32: the adapter of each row, −1: none. Of linear_with_adapters() only
+    // There is one adapter, and no row that matters is without it: then both products may be matmuls over all rows.
+    bool everywhere = false;
 };
 // At most so many tiles hold N rows that use any of `adapters`.
 constexpr int64_t max_adapter_tiles(int64_t N, int64_t adapters) {
