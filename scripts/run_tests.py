@@ -259,6 +259,10 @@ def main():
     # Python files first: they start many processes and take the longest, and no job should be left alone with one.
     # With --fail-fast they are last, because a GoogleTest binary finds the same mistake sooner.
     others.sort(key=lambda job: job.path.endswith(".py") == args.fail_fast)
+    # With a thread on each core for each of many files, references of GPU kernels wait for each other's threads.
+    threads = str(max(2, (os.cpu_count() or 1) // args.jobs))
+    for job in others:
+        job.variables.setdefault("OMP_NUM_THREADS", threads)
     for job in alone:
         run_job(job)
     with ThreadPoolExecutor(args.jobs) as pool:
