@@ -49,7 +49,7 @@ struct Precision {
     DType dtype = DType::F32;
     bool master = false;  // 16-bit weights are rounded from fp32 ones, which the optimizer updates
     DType moments = DType::F32;
-    std::optional<Packing> packing = {};  // of the matrices, for inference
+    std::optional<Packings> packing = {};  // of the matrices, for inference
 };
 
 // In pinned host memory: m and v; master weights; block inputs (BlockInputs); frozen weights (WeightGatherer).
@@ -144,7 +144,7 @@ struct RunShape {
     std::array<int64_t, NUM_LINEAR_LAYERS> lora_widths{};  // LoraTable::widths of the adapters in training; 0: none
     int64_t adapter_elements = 0, lora_vocabulary = 0;     // of all adapters in training; LoraTable::vocabulary
     int64_t nf4_weight = 0;                                // QLoRA: elements of the largest weight in NF4; 0: none
-    std::optional<Packing> packing = {};                   // of the matrices, for inference
+    std::optional<Packings> packing = {};                  // of the matrices, for inference
     std::optional<PreferenceOptions> preference = {};      // training on pairs (driver/sequence_loss.h)
     std::optional<RolloutFlags> rollout = {};              // reinforcement learning (rl/)
     int64_t rollout_bytes = 0;                             // that rollouts use between steps

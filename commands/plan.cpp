@@ -22,7 +22,7 @@ struct PlanOptions : RunOptions {
     int64_t world = 1;
     std::string gpu;  // a part of its name; empty: this program's device
     bool inference = false, generate = false, json = false, verbose = false;
-    std::optional<Packing> packing;  // of --weights
+    std::optional<Packings> packing;  // of --weights
 };
 
 // The GPU that a plan with --gpu or --gpu-memory is for; null: this program's device. --gpu-memory does not
@@ -250,8 +250,8 @@ void run_plan(const Args& args) {
     const Gpu* const gpu = planned_gpu(o);
     const Target target = gpu ? gpu->target() : this_target();
     const bool training = !o.inference && !o.generate;
-    o.packing =
-        o.generate ? generation_packing(source, o.model.weights, o.model.type()) : packing_of(source, o.model.weights);
+    o.packing = o.generate ? generation_packing(source, o.model.weights, o.model.type())
+                           : std::optional<Packings>(packing_of(source, o.model.weights));
     if (training) refuse_packed(source, "training");
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, target);
     choose_sampler(o, source.config, target);

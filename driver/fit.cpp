@@ -109,7 +109,7 @@ FitReport find_fit(RunOptions& o, int64_t layers, int64_t world, const Target& t
                    const std::function<int64_t(const RunOptions&)>& bytes,
                    const std::function<std::string(const RunOptions&)>& lacks_host) {
     FitReport report{{}, available};
-    if (o.rollout.on()) report.to_lower = "--rollout-batch-size, --batch-size or --max-tokens";
+    if (o.rollout.on()) report.to_lower = "--rollout-batch-size";
     const auto whole = [&](RunOptions tried) {
         choose_fp8_weights(tried, available, bytes);
         return tried;

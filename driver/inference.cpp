@@ -39,7 +39,7 @@ void load_inference_weights(const ModelSource& source, const Model& model) {
 
 }  // namespace
 
-Precision inference_precision(DType dtype, std::optional<Packing> packing) {
+Precision inference_precision(DType dtype, std::optional<Packings> packing) {
     Precision precision{dtype};
     precision.packing = packing;
     return precision;
@@ -84,7 +84,7 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
         std::cerr << "decode steps run kernel by kernel: the fused decode step does not support " << option << "\n";
 }
 
-Model inference_model(const ModelConfig& config, DType dtype, std::optional<Packing> packing, bool nf4) {
+Model inference_model(const ModelConfig& config, DType dtype, std::optional<Packings> packing, bool nf4) {
     LoraOptions base;  // without adapters
     base.nf4 = nf4;
     return {config, {}, inference_precision(dtype, packing), OptimizerType::AdamW, {}, base};
@@ -103,12 +103,12 @@ std::optional<Packing> packing_of(const ModelSource& source, const std::string& 
     return packing;
 }
 
-std::optional<Packing> generation_packing(const ModelSource& source, const std::string& weights, DType dtype) {
+std::optional<Packings> generation_packing(const ModelSource& source, const std::string& weights, DType dtype) {
     const std::optional<Packing> packing = packing_of(source, weights);
     const bool floats = !packing && !source.directory.empty() && source.adapter.empty();
     if (!floats) return packing;
     const ParamTable table = parameter_table(source.config, 1);
-    if (const std::optional<Packing> of_file = gguf_packing(source, table)) return of_file;
+    if (const std::optional<Packings> of_file = gguf_packing(source, table)) return of_file;
     if (backend_device() != Device::CPU || dtype != DType::F32) return packing;
     const WeightSource stored = open_weight_source(source, table);
     for (const Param& p : table.params)

@@ -42,13 +42,13 @@ std::optional<Packing> packing_of(const ModelSource& source, const std::string& 
 // The same for an engine. The matrices of a GGUF file of one packed type keep its codes (gguf_packing()). On the CPU,
 // which computes in fp32, those of a directory in bf16 stay in bf16: they are converted in registers, and the results
 // have the same bits. An adapter would be rounded, so with one they do not.
-std::optional<Packing> generation_packing(const ModelSource& source, const std::string& weights, DType dtype);
+std::optional<Packings> generation_packing(const ModelSource& source, const std::string& weights, DType dtype);
 
-Precision inference_precision(DType dtype, std::optional<Packing> packing);
+Precision inference_precision(DType dtype, std::optional<Packings> packing);
 // Sets what --weights means for generation.
 void take_weights(EngineOptions& options, const ModelSource& source, const std::string& weights);
 // A model for inference; nf4: the blocks' linear layers in NF4.
-Model inference_model(const ModelConfig& config, DType dtype, std::optional<Packing> packing, bool nf4 = false);
+Model inference_model(const ModelConfig& config, DType dtype, std::optional<Packings> packing, bool nf4 = false);
 
 // The weights as infer/ takes them.
 InferenceWeights inference_weights(const Model& model);

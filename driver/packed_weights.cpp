@@ -32,11 +32,18 @@ GgufType gguf_type(Packing packing) {
     return packing == Packing::Int8 ? GgufType::Q8_0 : packing == Packing::Int4 ? GgufType::Q4_0 : GgufType::F32;
 }
 
+const GgufTypeFacts& type_of(const StoredWeights::Tensor& tensor) {
+    return *tensor.part.gguf->tensor(tensor.part.gguf_name).type;
+}
+
 bool all_of_type(const std::vector<StoredWeights::Tensor>& tensors, Packing packing) {
     const GgufType wanted = gguf_type(packing);
-    return wanted != GgufType::F32 && std::all_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
-               return tensor.part.gguf->tensor(tensor.part.gguf_name).type->type() == wanted;
-           });
+    return wanted != GgufType::F32 &&
+           std::all_of(tensors.begin(), tensors.end(), [&](const auto& t) { return type_of(t).type() == wanted; });
+}
+
+bool all_quantised(const std::vector<StoredWeights::Tensor>& tensors) {
+    return std::all_of(tensors.begin(), tensors.end(), [](const auto& t) { return type_of(t).quantised(); });
 }
 
 // A block of GGUF is its scale, then its codes; a packed row has all codes first.
@@ -66,19 +73,26 @@ void quantise_rows(const PackedWeight& rows, const Param& p, int64_t row, const 
             "; check the weights, or use --weights model");
 }
 
-std::optional<Packing> gguf_packing(const ModelSource& source, const ParamTable& table) {
+std::optional<Packings> gguf_packing(const ModelSource& source, const ParamTable& table) {
     if (!source.gguf || !source.adapter.empty()) return {};
     const StoredWeights stored = stored_weights(source, table);
-    for (const Packing packing : {Packing::Int8, Packing::Int4})
-        if (std::all_of(table.params.begin(), table.params.end(),
-                        [&](const Param& p) { return !packs(p, packing) || all_of_type(stored.tensors(p), packing); }))
-            return packing;
+    for (const Packing packing : {Packing::Int8, Packing::Int4}) {
+        Packings packings = packing;
+        bool possible = true;
+        for (const Param& p : table.params) {
+            if (!packs(p, packing) || all_of_type(stored.tensors(p), packing)) continue;
+            possible &= (p.role == WTE || p.role == HEAD_W) && all_quantised(stored.tensors(p));
+            (p.role == WTE ? packings.embedding : packings.head) = Packing::Int8;
+        }
+        if (possible) return packings;
+    }
     return {};
 }
 
-PackedWeights::PackedWeights(const ParamTable& table, Packing how) : packing(how) {
+PackedWeights::PackedWeights(const ParamTable& table, const Packings& how) : packings(how) {
     for (const Param& p : table.params) {
-        if (!packs(p, packing)) continue;
+        if (!packs(p, packings)) continue;
+        const Packing packing = packing_of(p, packings);
         matrices[p.index] = {packing, p.cols, {}};
         plan.add(p.name, DType::U8, {p.padded_rows, packed_row_bytes(packing, p.cols)}, 0, 0);
     }
@@ -86,7 +100,7 @@ PackedWeights::PackedWeights(const ParamTable& table, Packing how) : packing(how
 }
 
 std::vector<int64_t> PackedWeights::other_starts(const ParamTable& table) const {
-    return packed_starts(table, 0, 1, [this](const Param& p) { return !packs(p, packing); });
+    return packed_starts(table, 0, 1, [this](const Param& p) { return !packs(p, packings); });
 }
 
 void PackedWeights::allocate() {
@@ -106,7 +120,7 @@ const PackedWeight* PackedWeights::find(const Param& p) const {
 // Calls fill(rows, row) for blocks of the matrix's rows in host memory. Padding rows become zeros.
 template <typename Fill>
 void PackedWeights::fill_blocks(const Param& p, Fill fill) const {
-    const Tensor& matrix = matrices.at(p.index).rows;
+    const auto& [packing, cols, matrix] = matrices.at(p.index);
     const int64_t block = std::max<int64_t>(1, BLOCK_WEIGHTS / p.cols);
     std::vector<uint8_t> buffer;
     for (int64_t row = 0; row < p.padded_rows; row += block) {
@@ -123,20 +137,28 @@ void PackedWeights::fill_blocks(const Param& p, Fill fill) const {
 
 std::string PackedWeights::load(const ModelSource& source, const ParamTable& table) const {
     if (source.packing) {
-        read(StoredWeights(source.directory, table, packing), source.directory, table);
+        read(StoredWeights(source.directory, table, *source.packing), source.directory, table);
         return "";
     }
     const WeightSource weights = open_weight_source(source, table);
     std::optional<StoredWeights> gguf;
     if (source.gguf && source.adapter.empty()) gguf = stored_weights(source, table);
     NonFiniteTensors non_finite;
+    bool reads_codes = false;
+    std::string rounded;
     std::vector<float> buffer;
     for (const Param& p : table.params) {
-        if (!packs(p, packing)) continue;
-        if (gguf && all_of_type(gguf->tensors(p), packing)) {
-            read_gguf(gguf->tensors(p), source.directory, p);
+        if (!packs(p, packings)) continue;
+        const Packing packing = packing_of(p, packings);
+        const auto tensors = gguf ? gguf->tensors(p) : std::vector<StoredWeights::Tensor>{};
+        if (gguf && all_of_type(tensors, packing)) {
+            read_gguf(tensors, source.directory, p);
+            reads_codes = true;
             continue;
         }
+        for (const StoredWeights::Tensor& tensor : tensors)
+            rounded += str(source.directory, ": tensor ", tensor.part.gguf_name, " is ", type_of(tensor).name,
+                           "; it is rounded to ", packing_name(packing), "\n");
         bool finite = true;
         const float* const whole = weights.fetch_rows ? nullptr : weights.fetch(p, buffer);
         fill_blocks(p, [&](const PackedWeight& rows, int64_t row) {
@@ -147,12 +169,12 @@ std::string PackedWeights::load(const ModelSource& source, const ParamTable& tab
         });
         if (!finite) non_finite.add(p.sources.empty() ? p.name : p.sources[0].name);
     }
-    return non_finite.warning(source.directory);
+    return (reads_codes ? rounded : "") + non_finite.warning(source.directory);
 }
 
 void PackedWeights::read(const StoredWeights& stored, const std::string& where, const ParamTable& table) const {
     for (const Param& p : table.params) {
-        if (!packs(p, packing)) continue;
+        if (!packs(p, packings)) continue;
         const std::vector<StoredWeights::Tensor> tensors = stored.tensors(p);
         fill_blocks(p, [&](const PackedWeight& rows, int64_t row) {
             const int64_t bytes = rows.rows.shape[1], begin = row * bytes, end_of_rows = begin + rows.rows.bytes();
@@ -170,6 +192,7 @@ void PackedWeights::read(const StoredWeights& stored, const std::string& where, 
 
 void PackedWeights::read_gguf(const std::vector<StoredWeights::Tensor>& tensors, const std::string& where,
                               const Param& p) const {
+    const Packing packing = packing_of(p, packings);
     const int64_t row_bytes = facts_of(gguf_type(packing)).bytes(p.cols);
     std::vector<uint8_t> blocks;
     fill_blocks(p, [&](const PackedWeight& rows, int64_t row) {
@@ -194,7 +217,7 @@ void PackedWeights::read_gguf(const std::vector<StoredWeights::Tensor>& tensors,
 void PackedWeights::randomise(const ParamTable& table, uint64_t seed) const {
     std::vector<float> values;
     for (const Param& p : table.params) {
-        if (!packs(p, packing)) continue;
+        if (!packs(p, packings)) continue;
         fill_blocks(p, [&](const PackedWeight& rows, int64_t row) {
             values.resize(size_t(rows.rows.shape[0] * p.cols));
             initial_values(values.data(), p, seed, row * p.cols, int64_t(values.size()));
@@ -206,7 +229,7 @@ void PackedWeights::randomise(const ParamTable& table, uint64_t seed) const {
 std::string PackedWeights::note(const ParamTable& table) const {
     std::vector<std::string> names;  // the same in all layers
     for (const Param& p : table.params) {
-        if (!may_pack(p) || packs(p, packing)) continue;
+        if (!may_pack(p) || packs(p, packings)) continue;
         const std::string number = str("layers.", p.layer, "."), name = str(p.name, " (", p.cols, ")");
         const bool in_layer = starts_with(name, number);
         names.push_back(in_layer ? "layers.*." + name.substr(number.size()) : name);
@@ -214,6 +237,6 @@ std::string PackedWeights::note(const ParamTable& table) const {
     std::sort(names.begin(), names.end());
     names.erase(std::unique(names.begin(), names.end()), names.end());
     if (names.empty()) return "";
-    return str("--weights ", packing_name(packing), ": ", PACKED_GROUP, " does not divide the rows of ", joined(names),
-               ", which stay as they are\n");
+    return str("--weights ", packing_name(packings.blocks), ": ", PACKED_GROUP, " does not divide the rows of ",
+               joined(names), ", which stay as they are\n");
 }

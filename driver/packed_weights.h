@@ -23,12 +23,12 @@ class PackedWeights {
   public:
     static constexpr int64_t ROWS = 512;  // of activations that a linear layer of a pass takes at a time
 
-    PackedWeights(const ParamTable& table, Packing packing);
+    PackedWeights(const ParamTable& table, const Packings& packings);
 
     // ParamArena::starts of an arena of all other parameters.
     std::vector<int64_t> other_starts(const ParamTable& table) const;
 
-    const Packing packing;
+    const Packings packings;
     int64_t bytes() const { return plan.bytes(); }
     void allocate();
 
@@ -36,7 +36,7 @@ class PackedWeights {
     const PackedWeight* find(const Param& p) const;
 
     // Reads the packed matrices of a model. Returns load_weights()' warning about values that are not finite, which
-    // Bf16 alone may have.
+    // Bf16 alone may have, and a line for each end of a GGUF file that is rounded.
     std::string load(const ModelSource& source, const ParamTable& table) const;
     // Random weights, as initialise_weights() makes them.
     void randomise(const ParamTable& table, uint64_t seed) const;
@@ -55,9 +55,10 @@ class PackedWeights {
     Arena memory;
 };
 
-// The packing whose codes and scales a GGUF file has for all matrices that may be packed: all Q8_0, or all Q4_0. None
-// for other files, and where an adapter is added to the weights.
-std::optional<Packing> gguf_packing(const ModelSource& source, const ParamTable& table);
+// The packing whose codes and scales a GGUF file has for the matrices of its blocks: all Q8_0, or all Q4_0. An
+// embedding or a head of another quantised type is Int8, which is finer. None for other files, and where an adapter is
+// added to the weights.
+std::optional<Packings> gguf_packing(const ModelSource& source, const ParamTable& table);
 
 // Quantises rows [row, row + rows.rows.shape[0]) of a matrix in host memory, with the checks of PackedWeights. where:
 // the file, for errors.

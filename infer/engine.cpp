@@ -32,13 +32,14 @@ void set_bit(std::vector<int32_t>& bits, int32_t token) {
 
 // The first model option that the fused decode step does not support; null: it supports all of them.
 const char* unfused_model_option(const ModelConfig& c, const EngineOptions& o) {
-    const auto packed = [&](int64_t inputs) { return can_pack(*o.packing, inputs); };
+    const auto packed = [&](int64_t inputs) { return can_pack(o.packing->blocks, inputs); };
     if (c.has_linear_attention()) return "--attention linear";
     if (c.norm_after) return "--norm-placement after";
     if (c.qk_norm == QkNorm::AllHeads) return "--qk-norm all-heads";
     if (o.nf4) return "--weights nf4";
     if (o.packing && !(packed(c.channels) && packed(c.heads * c.head_size) && packed(c.ffn)))
         return "--weights where some matrices are not packed";
+    if (o.packing && !o.packing->uniform()) return "--model: a GGUF file whose embedding or head has its own type";
     return nullptr;
 }
 
@@ -47,8 +48,9 @@ const char* unfused_model_option(const ModelConfig& c, const EngineOptions& o) {
 constexpr uint32_t LOGPROBS = 1 << 16, TOP_LOGPROBS = 1 << 17, ADAPTERS = 1 << 18, ADAPTED_EVERYWHERE = 1 << 19;
 constexpr uint32_t STEP_KERNELS = sampling_class::KERNELS | LOGPROBS | TOP_LOGPROBS | ADAPTERS | ADAPTED_EVERYWHERE;
 
-// Most rows for which the kernels of lora_rows.h are faster than matmuls over all rows.
-constexpr int64_t ADAPTER_KERNEL_ROWS = 64;
+// For so many rows linear.h and lora_rows.h have kernels of their own. More are computed by the library's matmuls, and
+// adapters too where they can: it reads the inputs once (predicted, docs/log/generation.md).
+constexpr int64_t SMALL_BATCH_ROWS = 64;
 
 EngineOptions effective(EngineOptions o, const ModelConfig& config) {
     if (o.sampled_vocab == 0 || o.sampled_vocab > config.vocab_size) o.sampled_vocab = config.vocab_size;
@@ -328,7 +330,7 @@ std::optional<AdapterTiles> Engine::upload_adapters(const std::vector<int32_t>& 
     const bool used = std::any_of(adapter_of_row.begin(), end, adapted);
     if (!used && !(options.adapters && options.batch_invariant)) return {};
     const bool everywhere =
-        options.adapters == 1 && !promises_bits() && std::all_of(adapter_of_row.begin(), end, adapted);
+        may_adapt_everywhere(int64_t(adapter_of_row.size())) && std::all_of(adapter_of_row.begin(), end, adapted);
     const HostAdapterTiles host = tiles_of_adapters(adapter_of_row, options.adapters);
     const AdapterTiles tiles = adapter_tiles(int64_t(adapter_of_row.size()), everywhere);
     staging->put(tiles.rows.data, host.rows.data(), tiles.rows.bytes(), stream);
@@ -390,7 +392,7 @@ void Engine::prepare_graphs() {
         decode_step(B, bucket(1, options.context));
         const uint32_t classes = step_classes;
         step_classes |= ADAPTERS;  // other matmuls, without activations
-        if (options.adapters == 1 && !promises_bits()) step_classes |= ADAPTED_EVERYWHERE;
+        if (may_adapt_everywhere(B)) step_classes |= ADAPTED_EVERYWHERE;
         if (options.adapters) decode_step(B, bucket(1, options.context));
         step_classes = classes;
         matmul_tuning(false, stream);
@@ -404,36 +406,43 @@ void Engine::prepare_graphs() {
     }
 }
 
+bool Engine::may_adapt_everywhere(int64_t N) const {
+    return options.adapters == 1 && !promises_bits() && N > SMALL_BATCH_ROWS;
+}
+
 // With all_batch_sizes, short passes are graphs too: running sequences wait for them, and a graph has no gaps between
-// its kernels. Passes of any number of tokens up to the longest take one of few sizes, whose last rows belong to no
-// sequence, and have the same number of chunks, of which the last are empty. (Linear attention would write the state of
-// an empty chunk.)
+// its kernels. Passes take one of few sizes, whose last rows belong to no sequence, and have the same number of chunks,
+// of which the last are empty; more chunks, which only prompts of less than a page make, are not a graph. (Linear
+// attention would write the state of an empty chunk.)
 int64_t Engine::recorded_rows(int64_t N, int64_t chunks) const {
     const bool records =
         options.all_batch_sizes && graphs_replay() && !forward && !prompts_by_page() && !config.has_linear_attention();
     const int64_t padded = (N + KV_PAGE - 1) / KV_PAGE * KV_PAGE;
-    const bool fits = padded <= std::min(PROMPT_TOKENS_BESIDE_DECODING, tokens.shape[0]) && chunks <= recorded_chunks();
+    const bool fits = N > SMALL_BATCH_ROWS && padded <= std::min(PROMPT_TOKENS_BESIDE_DECODING, tokens.shape[0]) &&
+                      chunks <= recorded_chunks();
     return records && fits ? padded : 0;
 }
 
-// Records the graphs of recorded_rows() ahead, with passes whose rows all belong to no sequence.
+// Tunes the matmuls of recorded_rows() and records the graphs ahead, with passes whose rows all belong to no sequence.
 void Engine::prepare_pass_graphs() {
+    if (!recorded_rows(KV_PAGE, 1)) return;
+    for (const Tensor& t : {tokens, positions, cum_q, cum_k, pass_slots})
+        device_fill(t.data, 0, size_t(t.bytes()), stream);
+    for (const std::vector<Tensor>& filled : {rows, {tile_rows, tile_adapters, row_adapters}})
+        for (const Tensor& t : filled)
+            if (t) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
     for (int64_t N = KV_PAGE; recorded_rows(N, 1); N += KV_PAGE) {
-        for (const Tensor& t : {tokens, positions, cum_q, cum_k, pass_slots})
-            device_fill(t.data, 0, size_t(t.bytes()), stream);
-        for (const std::vector<Tensor>& filled : {rows, {tile_rows, tile_adapters, row_adapters}})
-            for (const Tensor& t : filled)
-                if (t) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
-        const int64_t chunks = recorded_chunks();
         PassInputs in{tokens.rows(0, N), positions.rows(0, N), {}, {}, {}, {}, false, true};
         for (const Tensor& t : rows) in.rows.push_back(t.rows(0, N));
-        in.sequences.cum_q = cum_q.rows(0, chunks + 1);
-        in.sequences.cum_k = cum_k.rows(0, chunks + 1);
-        in.sequences.page_rows = pass_slots.rows(0, chunks);
+        in.sequences.cum_q = cum_q.rows(0, recorded_chunks() + 1);
+        in.sequences.cum_k = cum_k.rows(0, recorded_chunks() + 1);
+        in.sequences.page_rows = pass_slots.rows(0, recorded_chunks());
         in.sequences.max_q = N;
-        for (const bool adapted : {false, true}) {
-            if (adapted && !options.adapters) continue;
-            if (adapted) in.tiles = adapter_tiles(N, options.adapters == 1 && !promises_bits());
+        std::vector<std::optional<AdapterTiles>> adapters{std::nullopt};
+        if (options.adapters) adapters.emplace_back(adapter_tiles(N, false));
+        if (may_adapt_everywhere(N)) adapters.emplace_back(adapter_tiles(N, true));
+        for (const std::optional<AdapterTiles>& tiles : adapters) {
+            in.tiles = tiles;
             in.sequences.max_k = bucket(1, options.context);
             matmul_tuning(options.tune_matmuls, stream);
             run_pass(in, {});
@@ -501,7 +510,7 @@ void Engine::adapted_layer(const LinearOutput& output, Tensor inp, const NormWei
     const bool activates = output.activation != Activation::None;
     const Tensor y = activates ? pre_activation.rows(0, N) : output.out;
     linear({y, Activation::None, output.residual}, from, {}, w, scratch, batch_invariant, stream);
-    if (adapters.a && tiles.everywhere && N > ADAPTER_KERNEL_ROWS) {
+    if (adapters.a && tiles.everywhere) {
         add_adapter(y, from, adapters);
     } else if (adapters.a) {
         const Tensor h = make_tensor(low_rank.data, DType::F32, low_rank.device,
@@ -1034,7 +1043,7 @@ DecodeModel Engine::decode_model() const {
     m.qk_norm = c.qk_norm != QkNorm::Off;
     m.embedding_norm = c.embedding_norm;
     m.head_bias = c.head_bias;
-    m.packing = options.packing;
+    if (options.packing) m.packing = options.packing->blocks;
     for (int64_t l = 0; l < c.layers; l++) m.layer_options.push_back({c.layer[size_t(l)].rope, cache.window(l)});
     return m;
 }

@@ -49,9 +49,9 @@ struct EngineOptions {
     int64_t prompt_tokens = 0;  // largest sum of the prompt lengths of one prefill(); 0: slots·context
     int64_t cache_pages = 0;    // pages of the KV cache (infer/kv_cache.h); 0: enough for all slots at full length
     DType dtype = DType::F32;   // of weights, activations and cache
-    std::optional<Packing> packing = {};  // of the matrices that packs() (runtime/model/packed_params.h)
-    bool nf4 = false;                     // the blocks' linear layers are in NF4
-    SamplingOptions sampling;             // of prompts without options of their own
+    std::optional<Packings> packing = {};  // of the matrices that packs() (runtime/model/packed_params.h)
+    bool nf4 = false;                      // the blocks' linear layers are in NF4
+    SamplingOptions sampling;              // of prompts without options of their own
     // What prompts may ask for; memory is planned for no more.
     uint32_t sampling_classes = 0;  // bits of sampling_class, beside those that `sampling` needs
     int64_t top_logprobs = 0;       // at most MAX_TOP_LOGPROBS
@@ -61,8 +61,8 @@ struct EngineOptions {
     bool tune_matmuls = true;  // time the GEMM library's algorithms for a full batch (matmul.h)
     bool logprobs = false;     // fill Step::logprobs for all prompts
     // On a GPU: requests come and go at any time, so the graphs of all batch sizes and of short passes over prompts are
-    // recorded ahead, which takes a second or less. Otherwise those of steps are recorded when they are needed, which
-    // delays a token by milliseconds.
+    // recorded ahead, which takes a second or less, and more where the passes' matmuls are not chosen yet. Otherwise
+    // those of steps are recorded when they are needed, which delays a token by milliseconds.
     bool all_batch_sizes = false;
     int64_t adapters = 0;      // LoRA adapters that prompts choose from (InferenceWeights::adapters)
     int64_t adapter_rank = 0;  // R of kernels/generation/lora_rows.h
@@ -318,6 +318,7 @@ class Engine {
     void add_adapter(Tensor y, Tensor inp, const AdapterWeights& w);
     std::optional<AdapterTiles> upload_adapters(const std::vector<int32_t>& adapter_of_row, size_t used_rows);
     AdapterTiles adapter_tiles(int64_t N, bool everywhere) const;
+    bool may_adapt_everywhere(int64_t N) const;  // whether tiles of N rows may be AdapterTiles::everywhere
     LinearAttentionState copy_states(const LinearAttentionState& from);
     template <typename Attend>
     void linear_attention_layer(int64_t l, int64_t N, Attend attend);

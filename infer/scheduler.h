@@ -27,8 +27,9 @@
 class Scheduler {
   public:
     // chunk_tokens: most tokens of prompts between two decode steps, a multiple of KV_PAGE; 0:
-    // Engine::PROMPT_TOKENS_BESIDE_DECODING, n times as many where n times as many prompts are computed as sequences
-    // generate, up to prompt_chunk_tokens(). done is called for each request that ends; it must not call the scheduler.
+    // Engine::PROMPT_TOKENS_BESIDE_DECODING, or n ≤ 8 times as many where n times as many prompts are computed as
+    // sequences generate, or prompt_chunk_tokens() where none does. done is called for each request that ends; it must
+    // not call the scheduler.
     Scheduler(Engine& engine, const ContextPolicy& policy, std::function<void(const Request&)> done = {},
               int64_t chunk_tokens = 0);
 

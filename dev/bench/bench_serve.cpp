@@ -12,6 +12,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <charconv>
 #include <chrono>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
@@ -30,22 +31,24 @@ constexpr int64_t GENERATED = 256;
 
 class Connection {
   public:
-    Connection() : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
+    Connection() {
         const std::string address = std::getenv("SERVE_ADDRESS");
         const size_t colon = address.find(':');
-        require(colon != std::string::npos, "SERVE_ADDRESS is ", address, ", expected IP:PORT");
+        uint16_t port = 0;
+        const char* const begin = address.data() + (colon == std::string::npos ? address.size() : colon + 1);
+        const char* const end = address.data() + address.size();
         sockaddr_in to{};
         to.sin_family = AF_INET;
-        to.sin_port = htons(uint16_t(std::stoi(address.substr(colon + 1))));
-        require(inet_pton(AF_INET, address.substr(0, colon).c_str(), &to.sin_addr) == 1, "SERVE_ADDRESS is ", address,
-                ", expected IP:PORT");
-        require(::connect(socket_, reinterpret_cast<const sockaddr*>(&to), sizeof to) == 0, "no server at ", address);
+        const auto [stop, error] = std::from_chars(begin, end, port);
+        require(error == std::errc{} && stop == end &&
+                    inet_pton(AF_INET, address.substr(0, colon).c_str(), &to.sin_addr) == 1,
+                "SERVE_ADDRESS is ", address, ", expected IP:PORT");
+        to.sin_port = htons(port);
+        require(::connect(socket_.number, reinterpret_cast<const sockaddr*>(&to), sizeof to) == 0, "no server at ",
+                address);
         const int on = 1;
-        setsockopt(socket_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+        setsockopt(socket_.number, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     }
-    ~Connection() { ::close(socket_); }
-    Connection(const Connection&) = delete;
-    Connection& operator=(const Connection&) = delete;
 
     // Posts the body and calls event(text) with what follows "data: " in each line that comes.
     template <typename Event>
@@ -54,13 +57,13 @@ class Connection {
             "POST " + path + " HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" +
             "Connection: close\r\nContent-Length: " + std::to_string(body.size()) + "\r\n\r\n" + body;
         for (size_t sent = 0; sent < request.size();) {
-            const ssize_t n = ::send(socket_, request.data() + sent, request.size() - sent, MSG_NOSIGNAL);
+            const ssize_t n = ::send(socket_.number, request.data() + sent, request.size() - sent, MSG_NOSIGNAL);
             require(n > 0, "the server has closed the connection");
             sent += size_t(n);
         }
         std::string text, buffer(1 << 16, '\0');
         for (size_t at = 0;;) {
-            const ssize_t n = ::recv(socket_, buffer.data(), buffer.size(), 0);
+            const ssize_t n = ::recv(socket_.number, buffer.data(), buffer.size(), 0);
             require(n > 0, "the server has closed the connection: ", text.substr(0, 400));
             text.append(buffer, 0, size_t(n));
             for (size_t end; (end = text.find("\n\n", at)) != std::string::npos; at = end + 2) {
@@ -74,10 +77,16 @@ class Connection {
     }
 
   private:
-    const int socket_;
+    struct Socket {
+        const int number = ::socket(AF_INET, SOCK_STREAM, 0);
+        Socket() = default;
+        ~Socket() { ::close(number); }
+        Socket(const Socket&) = delete;
+        Socket& operator=(const Socket&) = delete;
+    } socket_;
 };
 
-// A request, and when its tokens came.
+// A request, and when its tokens came. A token that ends no character comes with a later one.
 struct Request {
     std::vector<int32_t> prompt;
     int64_t max_tokens = GENERATED;
@@ -86,7 +95,6 @@ struct Request {
     int64_t tokens = 0;
 
     void run() {
-        Connection connection;
         const std::string body = nlohmann::json{{"model", "bench"},
                                                 {"prompt", prompt},
                                                 {"max_tokens", max_tokens},
@@ -96,6 +104,7 @@ struct Request {
                                                 {"stream_options", {{"include_usage", true}}}}
                                      .dump();
         std::this_thread::sleep_until(begin);
+        Connection connection;
         begin = Clock::now();
         Clock::time_point last = begin;
         connection.post("/v1/completions", body, [&](const std::string& line) {

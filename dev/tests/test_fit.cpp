@@ -165,7 +165,7 @@ TEST(Fit, AsksWhetherHostsHaveMemory) {
     EXPECT_NE(none.remedy().find("lower --seq-len, "), std::string::npos) << none.remedy();
     o.rollout.prompts = 1;
     const FitReport of_rollouts = find_fit(o, 4, 1, gpu_target(), 1, bytes);
-    EXPECT_NE(of_rollouts.remedy().find("lower --rollout-batch-size, "), std::string::npos) << of_rollouts.remedy();
+    EXPECT_NE(of_rollouts.remedy().find("lower --rollout-batch-size, use"), std::string::npos) << of_rollouts.remedy();
 }
 
 TEST(Fit, RanksOfOneHostShareItsMemory) {

@@ -73,7 +73,9 @@ class GgufModelTest(CommandsTest):
                   "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, **config}
         C, F, V, L = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"))
         K = C // config["num_attention_heads"] * config["num_key_value_heads"]
-        shapes = {"model.embed_tokens": (V, C), "model.norm": (C,), "lm_head": (V, C)}
+        shapes = {"model.embed_tokens": (V, C), "model.norm": (C,)}
+        if not config["tie_word_embeddings"]:
+            shapes["lm_head"] = V, C
         for layer in range(L):
             shapes.update({f"model.layers.{layer}.{name}": shape for name, shape in {
                 "self_attn.q_proj": (C, C), "self_attn.k_proj": (K, C), "self_attn.v_proj": (K, C),
@@ -124,37 +126,46 @@ class GgufModelTest(CommandsTest):
                 self.assertEqual(info[0], info[2])
                 np.testing.assert_array_equal(self.logits(model), self.logits(file))
 
+    @staticmethod
+    def rewrite(base, file, change):
+        """A copy of a GGUF file. change(tensor) is a tensor's other data with its type; None: it stays."""
+        import gguf
+
+        reader = gguf.GGUFReader(base)
+        writer = gguf.GGUFWriter(file, "llama")
+        for key, field in reader.fields.items():
+            if not key.startswith("GGUF.") and key != "general.architecture":
+                writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
+        for tensor in reader.tensors:
+            data, kind = change(tensor) or (tensor.data, tensor.tensor_type)
+            writer.add_tensor(tensor.name, data, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return file
+
     def test_tensor_types_are_those_of_the_package(self):
         """Random blocks of every type have the values that the package gives them, bit for bit."""
         import gguf
 
         model, rng = self.write_small(), np.random.default_rng(1)
         self.run_ok("convert", model, self.path("base.gguf"))
-        base = gguf.GGUFReader(self.path("base.gguf"))
         for kind in TYPES:
             with self.subTest(kind):
                 number = gguf.GGMLQuantizationType[kind]
-                file, expected = self.path(kind + ".gguf"), {}
-                writer = gguf.GGUFWriter(file, "llama")
-                for key, field in base.fields.items():
-                    if not key.startswith("GGUF.") and key != "general.architecture":
-                        writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
-                for tensor in base.tensors:
+                expected = {}
+
+                def blocks(tensor, kind=kind, number=number, expected=expected):
                     shape = [int(n) for n in reversed(tensor.shape)]
                     if len(shape) == 1 or kind == "F32":
                         expected[tensor.name] = tensor.data
-                        writer.add_tensor(tensor.name, tensor.data)
-                        continue
-                    if kind in ("F16", "BF16"):
-                        blocks = gguf.quants.quantize(tensor.data, number)
-                    else:
-                        blocks = finite_blocks(rng, number, shape)
+                        return None
+                    blocks = (gguf.quants.quantize(tensor.data, number) if kind in ("F16", "BF16")
+                              else finite_blocks(rng, number, shape))
                     expected[tensor.name] = gguf.quants.dequantize(blocks, number).reshape(shape)
-                    writer.add_tensor(tensor.name, blocks, raw_dtype=number)
-                writer.write_header_to_file()
-                writer.write_kv_data_to_file()
-                writer.write_tensors_to_file()
-                writer.close()
+                    return blocks, number
+                file = self.rewrite(self.path("base.gguf"), self.path(kind + ".gguf"), blocks)
                 self.run_ok("convert", file, self.path(kind), "--dtype", "fp32")
                 ours = read_safetensors(self.path(kind) + "/model.safetensors")
                 heads = {"q_proj": 4, "k_proj": 2}
@@ -230,6 +241,37 @@ class GgufModelTest(CommandsTest):
             self.assertNotEqual(halved, untouched)
             self.assertEqual(sampled(file), halved)
             self.assertEqual(sampled(file, "--weights", packing), halved)
+
+    def test_a_head_of_another_type_is_rounded_to_int8(self):
+        """llama-quantize writes Q4_0 with a head, or a tied embedding, in Q6_K. The same with the head that the package
+        rounds to Q8_0, to the bit; blocks of another type than Q4_0 are dequantised as before."""
+        import gguf
+
+        q6, q8 = gguf.GGMLQuantizationType.Q6_K, gguf.GGMLQuantizationType.Q8_0
+        rng, V = np.random.default_rng(7), 500
+        for tied, name in (False, "output.weight"), (True, "token_embd.weight"):
+            with self.subTest(name):
+                model = self.write_small(fixture_tokenizer("gpt2")["tokenizer"], vocab_size=V, tie_word_embeddings=tied)
+                base = self.path(f"{name}.gguf")
+                self.run_ok("convert", model, base, "--weights", "int4")
+                shutil.rmtree(model)
+                six = finite_blocks(rng, q6, (V, 256))
+                values = gguf.quants.dequantize(six, q6)
+                eight = gguf.quants.quantize(values, q8)
+
+                def head(blocks, kind, name=name):
+                    return lambda tensor: (blocks, kind) if tensor.name == name else None
+                mixed = self.rewrite(base, self.path(f"6_{name}.gguf"), head(six, q6))
+                rounded = self.rewrite(base, self.path(f"8_{name}.gguf"), head(eight, q8))
+                args = ["--max-tokens", 20, "--seed", 3, "--ignore-eos", "--logprobs", "--json"]
+                line = f"{mixed}: tensor {name} is Q6_K; it is rounded to int8\n"
+                sampled = json.loads(self.run_ok("sample", "--model", mixed, *args, said=line))["samples"]
+                self.assertEqual(json.loads(self.run_ok("sample", "--model", rounded, *args))["samples"], sampled)
+                other = self.rewrite(mixed, self.path(f"other_{name}.gguf"), head(
+                    finite_blocks(rng, q6, (512, 256)), q6, "blk.0.ffn_up.weight"))
+                plan = [self.run_ok("plan", "--model", file, "--generate", "--seq-len", 8, "--batch-size", 1)
+                        for file in (mixed, other)]
+                self.assertEqual([("int4 weights" in text) for text in plan], [True, False])
 
     def halve_codes(self, file, folder, packing):
         import gguf
@@ -447,22 +489,10 @@ class GgufModelTest(CommandsTest):
         rng = np.random.default_rng(2)
         model = self.write_small()
         self.run_ok("convert", model, self.path("base.gguf"))
-        base = gguf.GGUFReader(self.path("base.gguf"))
-        writer = gguf.GGUFWriter(self.path("q2.gguf"), "llama")
-        for key, field in base.fields.items():
-            if not key.startswith("GGUF.") and key != "general.architecture":
-                writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
+        blocks = rng.integers(0, 60, (256, 2 * 84), np.uint8)  # scales are small
         kind = gguf.GGMLQuantizationType.Q2_K
-        for tensor in base.tensors:
-            if tensor.name == "blk.0.ffn_down.weight":
-                blocks = rng.integers(0, 60, (256, 2 * 84), np.uint8)  # scales are small
-                writer.add_tensor(tensor.name, blocks, raw_dtype=kind)
-            else:
-                writer.add_tensor(tensor.name, tensor.data)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        self.rewrite(self.path("base.gguf"), self.path("q2.gguf"),
+                     lambda tensor: (blocks, kind) if tensor.name == "blk.0.ffn_down.weight" else None)
         for args in (["info", self.path("q2.gguf")], ["convert", self.path("q2.gguf"), self.path("x")],
                      ["sample", "--model", self.path("q2.gguf"), "--prompt", "x"]):
             self.refused(1, ["tensor blk.0.ffn_down.weight is Q2_K", "scripts/import_gguf.py"], *args)

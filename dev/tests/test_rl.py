@@ -177,24 +177,27 @@ class RlTest(TrainingTest):
         self.assertIn("cannot change", done.stderr)
 
     def test_killed_runs_resume_to_the_bit(self):
-        """Killed in the middle of steps of random numbers: of three, or of KILLS in the environment."""
-        steps, kills, chance = 20, int(os.environ.get("KILLS", "3")), random.Random(1)
+        """Killed in the middle of three steps, or of KILLS (in the environment), always the same ones."""
+        steps, kills, chance = 30, int(os.environ.get("KILLS", "3")), random.Random(1)
         options = ["--steps", steps, "--save-every", 2, "--updates-per-rollout", 2]
         if cuda():  # a run that is killed before its first checkpoint times the matmuls again
             options += ["--gemm-tune", "off"]
         whole, part = self.rl("never_killed", *options), os.path.join(self.top, "killed")
-        command, killed = ["rl", *self.rl_args("killed", *options)], 0
-        for step in sorted(chance.sample(range(1, steps), kills)):
+        command, lines = ["rl", *self.rl_args("killed", *options)], os.path.join(part, "log.jsonl")
+        killed = 0
+        for step in sorted(chance.sample(range(1, steps - 8), kills)):
             process = subprocess.Popen([DRIVER, *map(str, command)], env={**ENVIRONMENT, **ONE_THREAD},
                                        stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            while count_lines(os.path.join(part, "log.jsonl")) < step and process.poll() is None:
+            self.addCleanup(process.kill)
+            end, wanted = time.monotonic() + 60, max(step, count_lines(lines) + 1)
+            while count_lines(lines) < wanted and process.poll() is None:
+                self.assertLess(time.monotonic(), end, f"step {step} is not logged")
                 time.sleep(0.002)
-            time.sleep(chance.uniform(0, 0.02))
-            process.send_signal(signal.SIGKILL)
+            time.sleep(chance.uniform(0, 0.005))
+            process.kill()
             killed += process.wait() == -signal.SIGKILL
-            if os.path.exists(os.path.join(part, "run.toml")):
-                command = ["rl", "--resume", "--out", part]
-        self.assertGreater(killed, 0)
+            command = ["rl", "--resume", "--out", part]
+        self.assertGreater(killed, kills // 2)  # on a busy machine the last one may come too late
         done = run(*command, env=ONE_THREAD)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(self.state(part), self.state(whole))

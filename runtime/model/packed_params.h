@@ -10,6 +10,9 @@
 inline bool may_pack(const Param& p) {
     return linear_layer_index(p.role) >= 0 || p.role == WTE || p.role == HEAD_W;
 }
-inline bool packs(const Param& p, Packing packing) {
-    return may_pack(p) && can_pack(packing, p.cols);
+inline Packing packing_of(const Param& p, const Packings& packings) {
+    return p.role == WTE ? packings.embedding : p.role == HEAD_W ? packings.head : packings.blocks;
+}
+inline bool packs(const Param& p, const Packings& packings) {
+    return may_pack(p) && can_pack(packing_of(p, packings), p.cols);
 }

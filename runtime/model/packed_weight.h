@@ -20,6 +20,15 @@ constexpr const char* packing_name(Packing packing) {
     return packing == Packing::Bf16 ? "bf16" : PACKING_NAMES[size_t(packing)];
 }
 
+// How a model's matrices are packed. Only in a GGUF file embedding and head have a packing of their own: llama-quantize
+// writes Q4_0 with a head, or a tied embedding, in Q6_K.
+struct Packings {
+    Packing blocks, embedding, head;
+
+    constexpr Packings(Packing all) : blocks(all), embedding(all), head(all) {}
+    constexpr bool uniform() const { return blocks == embedding && blocks == head; }
+};
+
 constexpr int64_t PACKED_GROUP = 32;  // weights that share a scale of Int8 and Int4
 
 struct PackedWeight {
