@@ -39,9 +39,9 @@ struct LoadedEngine {
 // as its directory holds them. Throws Error where the directory's weights are packed in another way.
 std::optional<Packing> packing_of(const ModelSource& source, const std::string& weights);
 
-// The same for an engine. The matrices of a GGUF file of one packed type keep its codes (gguf_packing()). On the CPU,
-// which computes in fp32, those of a directory in bf16 stay in bf16: they are converted in registers, and the results
-// have the same bits. An adapter would be rounded, so with one they do not.
+// The same for an engine. The matrices of a GGUF file with blocks of one packed type keep its codes (gguf_packing()).
+// On the CPU, which computes in fp32, those of a directory in bf16 stay in bf16: they are converted in registers, and
+// the results have the same bits. An adapter would be rounded, so with one they do not.
 std::optional<Packings> generation_packing(const ModelSource& source, const std::string& weights, DType dtype);
 
 Precision inference_precision(DType dtype, std::optional<Packings> packing);

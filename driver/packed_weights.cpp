@@ -81,7 +81,7 @@ std::optional<Packings> gguf_packing(const ModelSource& source, const ParamTable
         bool possible = true;
         for (const Param& p : table.params) {
             if (!packs(p, packing) || all_of_type(stored.tensors(p), packing)) continue;
-            possible &= (p.role == WTE || p.role == HEAD_W) && all_quantised(stored.tensors(p));
+            possible &= is_embedding_or_head(p) && all_quantised(stored.tensors(p));
             (p.role == WTE ? packings.embedding : packings.head) = Packing::Int8;
         }
         if (possible) return packings;
@@ -156,8 +156,8 @@ std::string PackedWeights::load(const ModelSource& source, const ParamTable& tab
             reads_codes = true;
             continue;
         }
-        for (const StoredWeights::Tensor& tensor : tensors)
-            rounded += str(source.directory, ": tensor ", tensor.part.gguf_name, " is ", type_of(tensor).name,
+        for (size_t i = 0; is_embedding_or_head(p) && i < tensors.size(); i++)
+            rounded += str(source.directory, ": tensor ", tensors[i].part.gguf_name, " is ", type_of(tensors[i]).name,
                            "; it is rounded to ", packing_name(packing), "\n");
         bool finite = true;
         const float* const whole = weights.fetch_rows ? nullptr : weights.fetch(p, buffer);

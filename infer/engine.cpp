@@ -39,7 +39,7 @@ const char* unfused_model_option(const ModelConfig& c, const EngineOptions& o) {
     if (o.nf4) return "--weights nf4";
     if (o.packing && !(packed(c.channels) && packed(c.heads * c.head_size) && packed(c.ffn)))
         return "--weights where some matrices are not packed";
-    if (o.packing && !o.packing->uniform()) return "--model: a GGUF file whose embedding or head has its own type";
+    if (o.packing && !o.packing->uniform()) return "a GGUF file whose embedding or head has its own type";
     return nullptr;
 }
 
@@ -431,8 +431,11 @@ void Engine::prepare_pass_graphs() {
     for (const std::vector<Tensor>& filled : {rows, {tile_rows, tile_adapters, row_adapters}})
         for (const Tensor& t : filled)
             if (t) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
+    matmul_tuning(options.tune_matmuls, stream);
     for (int64_t N = KV_PAGE; recorded_rows(N, 1); N += KV_PAGE) {
-        PassInputs in{tokens.rows(0, N), positions.rows(0, N), {}, {}, {}, {}, false, true};
+        PassInputs in;
+        in.tokens = tokens.rows(0, N);
+        in.positions = positions.rows(0, N);
         for (const Tensor& t : rows) in.rows.push_back(t.rows(0, N));
         in.sequences.cum_q = cum_q.rows(0, recorded_chunks() + 1);
         in.sequences.cum_k = cum_k.rows(0, recorded_chunks() + 1);
@@ -443,16 +446,13 @@ void Engine::prepare_pass_graphs() {
         if (may_adapt_everywhere(N)) adapters.emplace_back(adapter_tiles(N, true));
         for (const std::optional<AdapterTiles>& tiles : adapters) {
             in.tiles = tiles;
-            in.sequences.max_k = bucket(1, options.context);
-            matmul_tuning(options.tune_matmuls, stream);
-            run_pass(in, {});
-            matmul_tuning(false, stream);
             for (int64_t length = 0; length < options.context; length = in.sequences.max_k) {
                 in.sequences.max_k = bucket(length + 1, options.context);
                 run_recorded_pass(in);
             }
         }
     }
+    matmul_tuning(false, stream);
 }
 
 void Engine::run_recorded_pass(const PassInputs& in) {

@@ -155,7 +155,7 @@ int64_t Rollouts::begin_step(int64_t step) {
 
 bool Rollouts::sample(int64_t rollout) {
     const Context& ctx = trainer.ctx;
-    ctx.wait_for_stream("sampling completions");  // the last step's time is not the rollout's
+    ctx.wait_for_stream("training");  // its time is not the rollout's
     const auto begin = Clock::now();
     for (int64_t slot = 0; slot < engine.options.slots; slot++) {
         engine.retire(slot);

@@ -94,7 +94,8 @@ struct Request {
     std::vector<double> times;     // milliseconds to each token, from the one before it or the beginning
     int64_t tokens = 0;
 
-    void run() {
+    // Returns the seconds that it took.
+    double run() {
         const std::string body = nlohmann::json{{"model", "bench"},
                                                 {"prompt", prompt},
                                                 {"max_tokens", max_tokens},
@@ -116,7 +117,9 @@ struct Request {
             times.push_back(1000 * std::chrono::duration<double>(now - last).count());
             last = now;
         });
-        require(tokens == max_tokens, "a completion of ", tokens, " tokens, expected ", max_tokens);
+        require(tokens == max_tokens && !times.empty(), "a completion of ", tokens, " tokens in ", times.size(),
+                " events, expected ", max_tokens, " tokens");
+        return seconds_since(begin);
     }
 };
 
@@ -170,7 +173,7 @@ void report_first_tokens(benchmark::State& state, const std::vector<Request>& st
                          const std::string& name) {
     std::vector<double> values;
     for (const Request& s : streams)
-        if (s.prompt.size() == prompt) values.push_back(s.times.at(0));
+        if (s.prompt.size() == prompt) values.push_back(s.times[0]);
     state.counters[name + " p50 ms"] = percentile(values, 0.5);
     state.counters[name + " p99 ms"] = percentile(values, 0.99);
 }
@@ -193,9 +196,7 @@ void first(benchmark::State& state) {
         for (Request& s : all) {
             s.prompt = random_prompt(128);
             s.max_tokens = 2;
-            std::vector<Request> one{s};
-            seconds += run_all(one);
-            s = one[0];
+            seconds += s.run();
         }
         report(state, all, seconds);
         report_first_tokens(state, all, 128, "first token");
@@ -228,13 +229,13 @@ void prefix(benchmark::State& state) {
         std::vector<double> times;
         double seconds = 0;
         for (int i = 0; i < 2; i++) {
-            std::vector<Request> one(1);
-            one[0].prompt = shared;
+            Request one;
+            one.prompt = shared;
             const std::vector<int32_t> own = random_prompt(20);
-            one[0].prompt.insert(one[0].prompt.end(), own.begin(), own.end());
-            one[0].max_tokens = 2;
-            seconds += run_all(one);
-            times.push_back(one[0].times.at(0));
+            one.prompt.insert(one.prompt.end(), own.begin(), own.end());
+            one.max_tokens = 2;
+            seconds += one.run();
+            times.push_back(one.times[0]);
         }
         state.SetIterationTime(seconds);
         state.counters["first ms"] = times[0];

@@ -267,6 +267,7 @@ class GgufModelTest(CommandsTest):
                 line = f"{mixed}: tensor {name} is Q6_K; it is rounded to int8\n"
                 sampled = json.loads(self.run_ok("sample", "--model", mixed, *args, said=line))["samples"]
                 self.assertEqual(json.loads(self.run_ok("sample", "--model", rounded, *args))["samples"], sampled)
+                self.run_ok("sample", "--model", mixed, "--weights", "int8", *args)  # what is asked for is not told
                 other = self.rewrite(mixed, self.path(f"other_{name}.gguf"), head(
                     finite_blocks(rng, q6, (512, 256)), q6, "blk.0.ffn_up.weight"))
                 plan = [self.run_ok("plan", "--model", file, "--generate", "--seq-len", 8, "--batch-size", 1)

@@ -5,10 +5,13 @@
 #include "runtime/model/params.h"
 #include "runtime/model/roles.h"
 
+inline bool is_embedding_or_head(const Param& p) {
+    return p.role == WTE || p.role == HEAD_W;
+}
 // The weights of the blocks' linear layers, the token embedding and the head. The others stay in the model's dtype:
 // norms, biases, the position table, decay gates.
 inline bool may_pack(const Param& p) {
-    return linear_layer_index(p.role) >= 0 || p.role == WTE || p.role == HEAD_W;
+    return linear_layer_index(p.role) >= 0 || is_embedding_or_head(p);
 }
 inline Packing packing_of(const Param& p, const Packings& packings) {
     return p.role == WTE ? packings.embedding : p.role == HEAD_W ? packings.head : packings.blocks;
