@@ -414,50 +414,70 @@ bool Engine::may_adapt_everywhere(int64_t N) const {
 // its kernels. Passes take one of few sizes, whose last rows belong to no sequence, and have the same number of chunks,
 // of which the last are empty; more chunks, which only prompts of less than a page make, are not a graph. (Linear
 // attention would write the state of an empty chunk.)
-int64_t Engine::recorded_rows(int64_t N, int64_t chunks) const {
+int64_t Engine::recorded_rows(int64_t N, int64_t chunks, int64_t decoding) const {
     const bool records =
         options.all_batch_sizes && graphs_replay() && !forward && !prompts_by_page() && !config.has_linear_attention();
-    const int64_t padded = (N + KV_PAGE - 1) / KV_PAGE * KV_PAGE;
-    const bool fits = N > SMALL_BATCH_ROWS && padded <= std::min(PROMPT_TOKENS_BESIDE_DECODING, tokens.shape[0]) &&
+    const int64_t padded = (N + decoding + KV_PAGE - 1) / KV_PAGE * KV_PAGE;
+    const bool fits = N > 0 && N + decoding > SMALL_BATCH_ROWS && padded <= std::min(JOINT_PASS_ROWS, tokens.shape[0]) &&
                       chunks <= recorded_chunks();
     return records && fits ? padded : 0;
 }
 
+// A power of two from 32 on.
+int64_t Engine::padded_batch(int64_t sequences) const {
+    int64_t rows_of_batch = 32;
+    while (rows_of_batch < sequences) rows_of_batch *= 2;
+    return std::min(rows_of_batch, options.slots);
+}
+
+int64_t Engine::joint_rows() const {
+    return padded_batch(int64_t(batch.size()));
+}
+
 // Tunes the matmuls of recorded_rows() and records the graphs ahead, with passes whose rows all belong to no sequence.
 void Engine::prepare_pass_graphs() {
-    if (!recorded_rows(KV_PAGE, 1)) return;
+    if (!recorded_rows(KV_PAGE, 1, 0)) return;
     for (const Tensor& t : {tokens, positions, cum_q, cum_k, pass_slots})
         device_fill(t.data, 0, size_t(t.bytes()), stream);
     for (const std::vector<Tensor>& filled : {rows, {tile_rows, tile_adapters, row_adapters}})
         for (const Tensor& t : filled)
             if (t) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
+    std::vector<int64_t> batches{0};
+    for (int64_t n = 1; joins_at_all() && n <= options.slots; n = batches.back() + 1) batches.push_back(padded_batch(n));
     matmul_tuning(options.tune_matmuls, stream);
-    for (int64_t N = KV_PAGE; recorded_rows(N, 1); N += KV_PAGE) {
-        PassInputs in;
-        in.tokens = tokens.rows(0, N);
-        in.positions = positions.rows(0, N);
-        for (const Tensor& t : rows) in.rows.push_back(t.rows(0, N));
-        in.sequences.cum_q = cum_q.rows(0, recorded_chunks() + 1);
-        in.sequences.cum_k = cum_k.rows(0, recorded_chunks() + 1);
-        in.sequences.page_rows = pass_slots.rows(0, recorded_chunks());
-        in.sequences.max_q = N;
-        std::vector<std::optional<AdapterTiles>> adapters{std::nullopt};
-        if (options.adapters) adapters.emplace_back(adapter_tiles(N, false));
-        if (may_adapt_everywhere(N)) adapters.emplace_back(adapter_tiles(N, true));
-        for (const std::optional<AdapterTiles>& tiles : adapters) {
-            in.tiles = tiles;
-            for (int64_t length = 0; length < options.context; length = in.sequences.max_k) {
-                in.sequences.max_k = bucket(length + 1, options.context);
-                run_recorded_pass(in);
-            }
+    for (const int64_t decoding : batches)
+        for (int64_t N = (decoding / KV_PAGE + 1) * KV_PAGE; recorded_rows(N - decoding, 1, decoding); N += KV_PAGE)
+            record_passes(N, decoding);
+    matmul_tuning(false, stream);
+}
+
+// For every context bucket, with adapters and without.
+void Engine::record_passes(int64_t N, int64_t decoding) {
+    PassInputs in;
+    in.decoding = decoding;
+    in.tokens = tokens.rows(0, N);
+    in.positions = positions.rows(0, N);
+    for (const Tensor& t : rows) in.rows.push_back(t.rows(0, N));
+    in.sequences.cum_q = cum_q.rows(0, recorded_chunks() + 1);
+    in.sequences.cum_k = cum_k.rows(0, recorded_chunks() + 1);
+    in.sequences.page_rows = pass_slots.rows(0, recorded_chunks());
+    in.sequences.max_q = N - decoding;
+    std::vector<std::optional<AdapterTiles>> adapters{std::nullopt};
+    if (options.adapters) adapters.emplace_back(adapter_tiles(N, false));
+    if (may_adapt_everywhere(N)) adapters.emplace_back(adapter_tiles(N, true));
+    for (const std::optional<AdapterTiles>& tiles : adapters) {
+        in.tiles = tiles;
+        for (int64_t length = 0; length < options.context; length = in.sequences.max_k) {
+            in.sequences.max_k = bucket(length + 1, options.context);
+            run_recorded_pass(in);
         }
     }
-    matmul_tuning(false, stream);
 }
 
 void Engine::run_recorded_pass(const PassInputs& in) {
     const int64_t adapted = in.tiles ? 1 + in.tiles->everywhere : 0;
-    pass_graphs[{in.positions.shape[0], in.sequences.max_k, adapted}].run(stream, [&] { run_pass(in, {}); });
+    pass_graphs[{in.positions.shape[0], in.decoding, in.sequences.max_k, adapted}].run(stream,
+                                                                                      [&] { run_pass(in, {}); });
 }
 
 // Applies QK-norm and RoPE to q and k in the packed rows, where attention does not rotate them itself. angles: rows of
@@ -623,10 +643,11 @@ LinearAttentionState Engine::copy_states(const LinearAttentionState& from) {
     return {copy(past_s, from.s), from.z ? copy(past_z, from.z) : Tensor{}};
 }
 
-// Runs packed prompt chunks through the model. For each prompt that ends in this pass, copies the last token's row of x
-// to `last`, the head's input, from row first_finished on.
-void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished) {
-    const PassInputs in = upload_pass(chunks);
+// Runs packed prompt chunks through the model, after the last tokens of `decoding` rows of the batch. For each of these
+// and each prompt that ends in this pass, copies the last token's row of x to `last`, the head's input, from row
+// first_finished on.
+void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished, int64_t decoding) {
+    const PassInputs in = upload_pass(chunks, decoding);
     const Tensor last_of_pass = last.rows(first_finished, first_finished + in.finished.shape[0]);
     if (in.recorded)
         run_recorded_pass(in);
@@ -637,12 +658,19 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_
     const Tensor hidden = x.rows(0, in.positions.shape[0]);
     // An embedding look-up gathers the rows.
     if (last_of_pass.shape[0]) embedding_forward(last_of_pass, in.finished, in.finished, hidden, {}, stream);
-    score_prompts(chunks, hidden);
+    score_prompts(chunks, hidden.rows(in.decoding, hidden.shape[0]));
 }
 
-// Uploads what a pass over the chunks reads. token_ids: the tokens, if they are on the device only.
-Engine::PassInputs Engine::upload_pass(const std::vector<PromptChunk>& chunks, Tensor token_ids) {
+// Uploads what a pass over the chunks reads. decoding: the batch's rows, whose tokens are in `ids`, come first.
+// token_ids: the tokens of all rows, if they are on the device only.
+Engine::PassInputs Engine::upload_pass(const std::vector<PromptChunk>& chunks, int64_t decoding, Tensor token_ids) {
     PassInputs in;
+    int64_t chunk_rows = 0;
+    for (const PromptChunk& p : chunks) chunk_rows += p.end - p.begin;
+    const int64_t padded = decoding ? padded_batch(decoding) : 0,
+                  recorded = recorded_rows(chunk_rows, int64_t(chunks.size()), padded);
+    in.recorded = recorded > 0 && chunk_rows + decoding > SMALL_BATCH_ROWS;
+    in.decoding = in.recorded ? padded : decoding;
     std::vector<int32_t> token, position, adapter, q_ends{0}, k_ends{0}, slots, finished;
     std::vector<std::vector<int32_t>> row(rows.size());
     std::vector<int64_t> sequence_lengths;
@@ -653,6 +681,17 @@ Engine::PassInputs Engine::upload_pass(const std::vector<PromptChunk>& chunks, T
         if (p.retired) continue;
         if (in.has_past && length(p.prompt->slot) == 0) states.clear(p.prompt->slot, stream);
         grow(p.prompt->slot, p.end - p.begin);
+    }
+    for (int64_t b = 0; b < in.decoding; b++) {
+        const bool used = b < decoding && !batch[size_t(b)].retired;
+        const int64_t keys = used ? length(batch[size_t(b)].slot) : 1;
+        token.push_back(0);
+        position.push_back(static_cast<int32_t>(keys - 1));
+        adapter.push_back(used ? batch[size_t(b)].adapter : chunks[0].prompt->adapter);
+        for (std::vector<int32_t>& of_group : row) of_group.push_back(-1);
+        sequence_lengths.push_back(keys);
+        most_keys = std::max(most_keys, keys);
+        if (b < decoding) finished.push_back(static_cast<int32_t>(b));
     }
     for (const PromptChunk& p : chunks) {
         const int64_t slot = p.prompt->slot, n = p.end - p.begin, past = length(slot) - n;
@@ -671,19 +710,17 @@ Engine::PassInputs Engine::upload_pass(const std::vector<PromptChunk>& chunks, T
         slots.push_back(static_cast<int32_t>(slot));
         most_tokens = std::max(most_tokens, n);
         most_keys = std::max(most_keys, past + n);
-        finished.insert(finished.end(), size_t(p.sampled), q_ends.back() - 1);
+        finished.insert(finished.end(), size_t(p.sampled), static_cast<int32_t>(in.decoding) + q_ends.back() - 1);
     }
     const size_t used_rows = position.size();
-    const int64_t recorded = recorded_rows(int64_t(used_rows), int64_t(chunks.size()));
-    in.recorded = recorded > 0;
     if (in.recorded || prompts_by_page()) {
         // Rows of no sequence; attention and linear attention choose kernels by max_q.
-        most_tokens = in.recorded ? recorded : KV_PAGE;
-        const size_t padded = size_t(most_tokens);
-        for (std::vector<int32_t>* of_rows : {&token, &position}) of_rows->resize(padded, 0);
-        adapter.resize(padded, -1);
-        for (std::vector<int32_t>& of_group : row) of_group.resize(padded, -1);
-        sequence_lengths.resize(padded, 1);
+        const size_t all_rows = size_t(in.recorded ? recorded : KV_PAGE);
+        most_tokens = int64_t(all_rows) - in.decoding;
+        for (std::vector<int32_t>* of_rows : {&token, &position}) of_rows->resize(all_rows, 0);
+        adapter.resize(all_rows, -1);
+        for (std::vector<int32_t>& of_group : row) of_group.resize(all_rows, -1);
+        sequence_lengths.resize(all_rows, 1);
     }
     if (in.recorded) {
         for (std::vector<int32_t>* ends : {&q_ends, &k_ends}) ends->resize(size_t(recorded_chunks()) + 1, ends->back());
@@ -715,18 +752,21 @@ Engine::PassInputs Engine::upload_pass(const std::vector<PromptChunk>& chunks, T
 // Computes x of a pass, or, with another program's forward pass, the rows of x that the head reads.
 void Engine::run_pass(const PassInputs& in, const Tensor& last_of_pass) {
     const ModelConfig& c = config;
-    const int64_t N = in.positions.shape[0], Q = c.heads * c.head_size;
+    const int64_t N = in.positions.shape[0], B = in.decoding, Q = c.heads * c.head_size;
     const Tensor angles = table ? angle_rows(N) : Tensor{};
-    const auto attend = [&](int64_t l, const Tensor& heads, const Tensor& out) {
-        const Tensor k = cache.k_rows(l), v = cache.v_rows(l);
+    const auto attend = [&](int64_t l, const Tensor& all_heads, const Tensor& out) {
+        const Tensor k = cache.k_rows(l), v = cache.v_rows(l), heads = all_heads.rows(B, N);
         AttentionSequences s = in.sequences;
         s.pages = cache.layer(l).pages;
         s.window = cache.window(l);
-        kv_append(k, v, heads, in.rows[size_t(cache.group(l))], angles, rotating_table(l), c.heads, stream);
-        attention_forward(split_heads(out, c.heads), {}, split_heads(heads.columns(0, Q), c.heads), k, v, s,
+        if (B > 0) attend_to_batch(l, decode_batch(B, in.sequences.max_k));
+        kv_append(k, v, heads, in.rows[size_t(cache.group(l))].rows(B, N), angles ? angles.rows(B, N) : Tensor{},
+                  rotating_table(l), c.heads, stream);
+        attention_forward(split_heads(out.rows(B, N), c.heads), {}, split_heads(heads.columns(0, Q), c.heads), k, v, s,
                           c.attention_scale(), attention_scratch, stream);
     };
     if (forward) return forward->blocks(last_of_pass, in.finished, in.tokens, in.positions, attend);
+    if (B > 0) device_copy(in.tokens.data, ids.data, size_t(ids.rows(0, B).bytes()), stream);
     const Tensor hidden = x.rows(0, N);
     embed(hidden, in.tokens, in.positions);
     run_blocks(hidden, angles, false, in.tiles, [&](int64_t l) {
@@ -802,11 +842,8 @@ void Engine::check_prompt(const Prompt& p) const {
             "engine: the mask of slot ", p.slot, " allows no token");
 }
 
-void Engine::prefill(const std::vector<Prompt>& prompts) {
-    const bool only_more =
-        std::all_of(prompts.begin(), prompts.end(), [](const Prompt& p) { return !p.ends(); });  // the batch stays
-    require(!pending() || (only_more && takes_prompts_while_pending()),
-            "engine: prefill() before every queued step was read with next()");
+// Throws the errors of prefill(). beside: pages that others are about to take.
+void Engine::check_prompts(const std::vector<Prompt>& prompts, int64_t beside) const {
     int64_t total = 0;
     std::vector<bool> taken_slots(lengths.size(), false);
     for (const Prompt& p : prompts) {
@@ -827,28 +864,24 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
     }
     require(total <= options.prompt_tokens, "engine: the prompts have ", total,
             " tokens; options.prompt_tokens allows ", options.prompt_tokens);
-    require(has_room(prompts), "engine: the KV cache has too few free pages for the prompts");
+    require(has_room(prompts, beside), "engine: the KV cache has too few free pages for the prompts");
+    for (const Sequence& s : batch)
+        require(s.retired || !taken_slots[size_t(s.slot)], "engine: slot ", s.slot,
+                " is still generating; retire() it first");
+}
 
-    if (prompts.empty()) return;
-    std::vector<Sequence> continued;
-    for (const Sequence& s : batch) {
-        if (s.retired) continue;
-        require(!taken_slots[size_t(s.slot)], "engine: slot ", s.slot, " is still generating; retire() it first");
-        continued.push_back(s);
-    }
-    const std::vector<std::vector<const Prompt*>> groups = groups_of(prompts);
+// The tokens that a repetition penalty knows.
+void Engine::note_tokens(const PromptGroups& groups) {
+    if (seen_bits.empty()) return;
     for (const std::vector<const Prompt*>& group : groups)
         for (const Prompt* p : group) {
-            if (seen_bits.empty()) break;
             for (const int32_t id : p->tokens) set_bit(seen_bits[size_t(p->slot)], id);
             if (p->like >= 0) seen_bits[size_t(p->slot)] = seen_bits[size_t(p->like)];
         }
-    if (only_more) {
-        compute_prompts(groups);
-        batch_changed |= !takes_prompts_while_pending();
-        return;
-    }
-    batch.clear();
+}
+
+// The sequences of prompts that end.
+void Engine::add_to_batch(const PromptGroups& groups) {
     for (const std::vector<const Prompt*>& group : groups)
         for (const Prompt* p : group) {
             const bool logprobs = p->logprobs || p->top_logprobs > 0 || options.logprobs;
@@ -856,32 +889,90 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
                 batch.push_back(
                     {p->slot, p->sequence, p->step, -1, p->adapter, false, row_of(*p), logprobs, p->top_logprobs});
         }
+}
 
-    const std::vector<std::pair<int64_t, int64_t>> prompt_losses = compute_prompts(groups);
+// What sampling reads of the batch, after prompts of it were computed.
+void Engine::upload_ended(const PromptGroups& groups) {
     for (const std::vector<const Prompt*>& group : groups) fork(group[0]->slot, {group.begin() + 1, group.end()});
     upload_batch(false);
     for (const std::vector<const Prompt*>& group : groups)
         if (group[0]->ends()) upload_slots(group);
+}
+
+// Samples a token after each row of `last`, and queues the step.
+void Engine::sample_batch() {
     compute_logits(last.rows(0, int64_t(batch.size())));
     sample(int64_t(batch.size()));
     queue_results(int64_t(batch.size()));
+    queue[(steps_queued - 1) % 2].with_prompts = true;
+}
+
+void Engine::prefill(const std::vector<Prompt>& prompts) {
+    const bool only_more =
+        std::all_of(prompts.begin(), prompts.end(), [](const Prompt& p) { return !p.ends(); });  // the batch stays
+    require(!pending() || (only_more && takes_prompts_while_pending()),
+            "engine: prefill() before every queued step was read with next()");
+    check_prompts(prompts);
+    if (prompts.empty()) return;
+    const PromptGroups groups = groups_of(prompts);
+    note_tokens(groups);
+    if (only_more) {
+        compute_prompts(groups);
+        batch_changed |= !takes_prompts_while_pending();
+        return;
+    }
+    std::vector<Sequence> continued;
+    std::copy_if(batch.begin(), batch.end(), std::back_inserter(continued), [](const Sequence& s) { return !s.retired; });
+    batch.clear();
+    add_to_batch(groups);
+    const std::vector<std::pair<int64_t, int64_t>> prompt_losses = compute_prompts(groups);
+    upload_ended(groups);
+    sample_batch();
     queue[(steps_queued - 1) % 2].prompt_losses = prompt_losses;
     batch_changed = !continued.empty();
     batch.insert(batch.begin(), continued.begin(), continued.end());
 }
 
+bool Engine::joins(int64_t prompt_tokens, bool ends) const {
+    const int64_t most = std::min(prompt_chunk_tokens(), tokens.shape[0] - joint_rows());
+    return joins_at_all() && prompt_tokens <= most && ready() &&
+           (!pending() || (!ends && takes_prompts_while_pending()));
+}
+
+// A step whose pass computes prompts, too.
+void Engine::joint_step(const std::vector<Prompt>& prompts) {
+    int64_t total = 0;
+    bool ends = false;
+    for (const Prompt& p : prompts) {
+        total += int64_t(p.tokens.size());
+        ends |= p.ends();
+    }
+    require(joins(total, ends), "engine: decode() of prompts that the step does not join");
+    check_prompts(prompts, pages_missing());
+    const PromptGroups groups = groups_of(prompts);
+    note_tokens(groups);
+    grow_batch();
+    std::vector<std::pair<int64_t, int64_t>> prompt_losses(batch.size());
+    const auto of_prompts = compute_prompts(groups, int64_t(batch.size()));
+    prompt_losses.insert(prompt_losses.end(), of_prompts.begin(), of_prompts.end());
+    add_to_batch(groups);
+    if (ends) upload_ended(groups);
+    sample_batch();
+    queue[(steps_queued - 1) % 2].prompt_losses = prompt_losses;
+    batch_changed = !ends && !takes_prompts_while_pending();
+}
+
 // Runs the passes over prompts. Returns for each sequence that is sampled next where prompt_results has the losses of
 // its prompt, and how many they are. The chunks of a prompt do not depend on the other prompts, and with
 // prompts_by_page() not on where prefill() is given a part of it that ends where a page does. A pass holds at most one
-// chunk of a prompt.
-std::vector<std::pair<int64_t, int64_t>> Engine::compute_prompts(
-    const std::vector<std::vector<const Prompt*>>& groups) {
+// chunk of a prompt. decoding: rows of the batch that the only pass begins with.
+std::vector<std::pair<int64_t, int64_t>> Engine::compute_prompts(const PromptGroups& groups, int64_t decoding) {
     const int64_t capacity = tokens.shape[0];
     std::vector<PromptChunk> chunks;
     int64_t used = 0, finished = 0, finished_in_pass = 0, losses_begin = 0;
     std::vector<std::pair<int64_t, int64_t>> prompt_losses;
     const auto flush = [&] {
-        if (!chunks.empty()) prefill_pass(chunks, finished);
+        if (!chunks.empty()) prefill_pass(chunks, finished, decoding);
         finished += finished_in_pass;
         chunks.clear();
         used = finished_in_pass = 0;
@@ -907,8 +998,8 @@ std::vector<std::pair<int64_t, int64_t>> Engine::compute_prompts(
 }
 
 // Each prompt that is computed, with those that are like it.
-std::vector<std::vector<const Prompt*>> Engine::groups_of(const std::vector<Prompt>& prompts) const {
-    std::vector<std::vector<const Prompt*>> groups;
+Engine::PromptGroups Engine::groups_of(const std::vector<Prompt>& prompts) const {
+    PromptGroups groups;
     for (const Prompt& p : prompts)
         if (p.like < 0) groups.push_back({&p});
     for (const Prompt& p : prompts) {
@@ -979,10 +1070,11 @@ void Engine::upload_batch(bool with_tokens) {
         step_classes |= s.sampling.classes | (s.logprobs ? LOGPROBS : 0u) | (s.top_logprobs ? TOP_LOGPROBS : 0u);
     }
     // Unused rows look like those of retired sequences.
-    while (int64_t(slot.size()) < step_rows(int64_t(batch.size()))) {
+    const int64_t n = int64_t(batch.size()), all_rows = joins_at_all() ? padded_batch(n) : step_rows(n);
+    adapter.resize(size_t(step_rows(n)), -1);
+    while (int64_t(slot.size()) < all_rows) {
         slot.push_back(-1);
         position.push_back(-1);
-        adapter.push_back(-1);
         token.push_back(0);
         id.push_back(0);
         next.push_back(0);
@@ -1094,6 +1186,7 @@ void Engine::queue_results(int64_t B) {
     q.num_top.clear();
     q.masked.clear();
     q.prompt_losses.clear();
+    q.with_prompts = false;
     for (Sequence& s : batch) {
         q.slots.push_back(s.retired ? -1 : s.slot);
         q.num_top.push_back(s.top_logprobs);
@@ -1103,37 +1196,48 @@ void Engine::queue_results(int64_t B) {
     steps_queued++;
 }
 
+// The first B rows of the batch. An ordinary launch, the embedding, comes before what reads them.
+DecodeBatch Engine::decode_batch(int64_t B, int64_t max_length) const {
+    DecodeBatch b;
+    b.slots = slot_ids.rows(0, B);
+    b.positions = step_positions.rows(0, B);
+    b.max_length = max_length;
+    b.inputs_ready = true;
+    b.table = table;
+    b.angles = dynamic_rope ? iota.rows(0, B) : b.positions;
+    return b;
+}
+
+// Attention of layer l for the rows of the batch, the first ones of qkv.
+void Engine::attend_to_batch(int64_t l, DecodeBatch of_layer) {
+    const int64_t B = of_layer.slots.shape[0];
+    const LayerCache layer_cache = cache.layer(l);
+    of_layer.table = rotating_table(l);
+    of_layer.pages = layer_cache.pages;
+    decode_attention(att.rows(0, B), qkv.rows(0, B), layer_cache.k, layer_cache.v, of_layer, cache.window(l),
+                     config.attention_scale(), decode_scratch, stream);
+}
+
 void Engine::decode_step(int64_t B, int64_t max_length) {
     const ModelConfig& c = config;
-    const Tensor hidden = x.rows(0, B), token_positions = step_positions.rows(0, B);
-    DecodeBatch step_batch;
-    step_batch.slots = slot_ids.rows(0, B);
-    step_batch.positions = token_positions;
-    step_batch.max_length = max_length;
-    step_batch.inputs_ready = true;  // the embedding is an ordinary launch
-    const Tensor angles = dynamic_rope ? iota.rows(0, B) : token_positions;
-    step_batch.table = table;
-    step_batch.angles = angles;
+    const Tensor hidden = x.rows(0, B);
+    const DecodeBatch step_batch = decode_batch(B, max_length);
     if (B <= fused_step_max_batch && !(step_classes & ADAPTERS)) {
         ::decode_step(logits_out.rows(0, B), ids.rows(0, B), step_batch, decode_model(), weights, step_scratch, stream);
         return sample(B);
     }
-    embed(hidden, ids.rows(0, B), token_positions);
+    embed(hidden, ids.rows(0, B), step_batch.positions);
     const bool everywhere = step_classes & ADAPTED_EVERYWHERE;
     const std::optional<AdapterTiles> tiles =
         step_classes & ADAPTERS ? std::optional(adapter_tiles(B, everywhere)) : std::nullopt;
-    run_blocks(hidden, angles, options.batch_invariant, tiles, [&](int64_t l) {
+    run_blocks(hidden, step_batch.angles, options.batch_invariant, tiles, [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
                 l, B, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
                     linear_attention_decode(out, states.layer(l, slot_ids.rows(0, B)), h.q, h.k, h.v, g, type, stream);
                 });
         }
-        step_batch.table = rotating_table(l);
-        const LayerCache of_layer = cache.layer(l);
-        step_batch.pages = of_layer.pages;
-        decode_attention(att.rows(0, B), qkv.rows(0, B), of_layer.k, of_layer.v, step_batch, cache.window(l),
-                         c.attention_scale(), decode_scratch, stream);
+        attend_to_batch(l, step_batch);
     });
     compute_logits(hidden);
     sample(B);
@@ -1160,8 +1264,8 @@ bool Engine::ready() const {
            });
 }
 
-bool Engine::has_room(const std::vector<Prompt>& prompts) const {
-    int64_t missing = 0;
+bool Engine::has_room(const std::vector<Prompt>& prompts, int64_t beside) const {
+    int64_t missing = beside;
     for (const std::vector<const Prompt*>& group : groups_of(prompts)) {
         const int64_t slot = group[0]->slot, end = length(slot) + int64_t(group[0]->tokens.size());
         missing += cache.pages_missing(slot, end);
@@ -1236,7 +1340,7 @@ void Engine::outside_decode_step() {
         prompts[b].slot = retired ? active_row->slot : batch[b].slot;
         chunks.push_back({&prompts[b], 0, 1, 1, -1, retired});
     }
-    PassInputs in = upload_pass(chunks, ids.rows(0, B));
+    PassInputs in = upload_pass(chunks, 0, ids.rows(0, B));
     in.sequences.max_k = bucket(in.sequences.max_k, options.context);
     graphs[{B, in.sequences.max_k, step_classes & STEP_KERNELS}].run(stream, [&] {
         run_pass(in, last.rows(0, B));
@@ -1247,23 +1351,30 @@ void Engine::outside_decode_step() {
     queue_results(B);
 }
 
-void Engine::decode() {
+// The sampled tokens join their sequences.
+void Engine::grow_batch() {
+    for (const Sequence& s : batch) {
+        if (s.retired) continue;
+        grow(s.slot, 1);
+        cache.forget(s.slot, length(s.slot));
+    }
+}
+
+void Engine::decode(const std::vector<Prompt>& prompts) {
     require(ready(), "engine: decode() while not ready()");
     if (!pending() && (batch_changed || active() < int64_t(batch.size()))) compact_batch();
+    if (!prompts.empty()) return joint_step(prompts);
     if (forward) return outside_decode_step();
+    grow_batch();
     int64_t most_tokens = 0;  // of a sequence
     std::vector<int32_t> token_positions;
     std::vector<int64_t> sequence_lengths;
     for (const Sequence& s : batch) {
         if (dynamic_rope) {
-            token_positions.push_back(static_cast<int32_t>(length(s.slot)));
-            sequence_lengths.push_back(length(s.slot) + 1);
+            token_positions.push_back(static_cast<int32_t>(length(s.slot) - !s.retired));
+            sequence_lengths.push_back(length(s.slot) + s.retired);
         }
-        if (!s.retired) {
-            grow(s.slot, 1);
-            cache.forget(s.slot, length(s.slot));
-            most_tokens = std::max(most_tokens, length(s.slot));
-        }
+        if (!s.retired) most_tokens = std::max(most_tokens, length(s.slot));
     }
     if (dynamic_rope || cache.tables_changed()) staging->next();
     cache.upload_tables(*staging, stream);
@@ -1277,6 +1388,7 @@ const Engine::Step& Engine::next() {
     require(pending(), "engine: next() without a queued step");
     const QueuedStep& q = queue[steps_read++ % 2];
     q.done.wait();
+    step.with_prompts = q.with_prompts;
     step.slots.clear();
     step.tokens.clear();
     step.logprobs.clear();

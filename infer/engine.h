@@ -70,6 +70,8 @@ struct EngineOptions {
     // over prompts. Logits are in fp32. On the CPU, on a GPU in bf16; for softmax attention whose RoPE angles do not
     // depend on a sequence's length; without adapters, top and prompt logprobs.
     bool outside_forward = false;
+    // Whether a step may compute prompts in its own pass (decode()); none: where no bits are promised.
+    std::optional<bool> joint_passes = {};
 };
 
 // The forward pass of another program over the model, for EngineOptions::outside_forward. The engine keeps the cache.
@@ -140,10 +142,10 @@ class Engine {
     // Prefill cuts a prompt into chunks of this many tokens. A pass takes chunks of several prompts, up to the same
     // number of tokens together.
     static int64_t prompt_chunk_tokens();
-    // The same where running sequences wait for the pass: few, but a page each of two prompts. LLaMA 1B on an H200:
-    // with 384 tokens 1% of the gaps between a sequence's tokens are 2.85 times the median or longer, with 256 2.57
-    // times.
+    // The same where running sequences wait for the pass: few, but a page each of two prompts.
     static constexpr int64_t PROMPT_TOKENS_BESIDE_DECODING = 2 * KV_PAGE;
+    // Rows of a step that computes prompts, too, while others generate.
+    static constexpr int64_t JOINT_PASS_ROWS = 3 * KV_PAGE;
     // Steps that the host may queue before it reads the first of them: 2 where the device runs asynchronously, else 1.
     static int64_t steps_ahead();
 
@@ -159,6 +161,7 @@ class Engine {
         std::vector<std::vector<TokenLogprob>> top_logprobs;
         std::vector<std::vector<float>> prompt_logprobs;
         std::vector<std::vector<TokenLogprob>> prompt_top_logprobs;  // Prompt::top_logprobs for each of these tokens
+        bool with_prompts = false;  // they were computed with it
     };
 
     // Appends the prompts' tokens to their slots and queues a step that samples the token after each, in the order of
@@ -172,13 +175,23 @@ class Engine {
     void prefill(const std::vector<Prompt>& prompts);
     bool takes_prompts_while_pending() const { return options.adapters == 0; }  // a pass overwrites the steps' tiles
     // Queues a step: each sequence's sampled token joins its context, and the next token is sampled. Call it only when
-    // ready().
-    void decode();
+    // ready(). With prompts, only when joins(): they are computed in the same pass, whose matmuls read the weights once
+    // for both, and those that end sample the token after them in this step, in the rows after those of the sequences
+    // that were there. Errors as prefill().
+    void decode(const std::vector<Prompt>& prompts = {});
+    // Whether the next step may compute so many tokens of prompts, of which some end.
+    bool joins(int64_t prompt_tokens, bool ends) const;
+    bool joins_at_all() const {
+        return options.joint_passes.value_or(!promises_bits()) && !options.outside_forward &&
+               !config.has_linear_attention();
+    }
+    // Rows of a joint pass that the sequences in the batch take: few numbers, so that few graphs serve all.
+    int64_t joint_rows() const;
     // Whether a step can be queued now: at least one sequence is active, none has reached the context limit, the cache
     // has a free page for each sequence that needs one, and the host has read the steps that the next one depends on.
     bool ready() const;
     // Whether the cache has free pages for these prompts.
-    bool has_room(const std::vector<Prompt>& prompts) const;
+    bool has_room(const std::vector<Prompt>& prompts, int64_t beside = 0) const;  // and for `beside` more
     // Pages of the cache that a sequence of so many tokens takes, and how many are free.
     int64_t pages_for(int64_t length_of_sequence) const { return cache.pages_for(length_of_sequence); }
     int64_t pages_available() const { return cache.pages_available(); }
@@ -254,6 +267,7 @@ class Engine {
     };
     // What a pass over chunks with N tokens reads, on the device.
     struct PassInputs {
+        int64_t decoding = 0;          // the first rows are those of the batch; chunks follow
         Tensor tokens, positions;      // [N] int32
         std::vector<Tensor> rows;      // by group of layers: [N] int32, the cache's row of each token; -1: not stored
         Tensor finished;               // [n] int32: the rows after which a token is sampled
@@ -270,7 +284,7 @@ class Engine {
         float* losses = nullptr;
         int32_t* top_ids = nullptr;
         float* top_logprobs = nullptr;
-        bool has_losses = false;
+        bool has_losses = false, with_prompts = false;
         std::vector<int64_t> num_top;                            // of each row: most likely tokens that it asks for
         std::vector<bool> masked;                                // of each row
         std::vector<std::pair<int64_t, int64_t>> prompt_losses;  // of each row of a prefill: the first one, how many
@@ -296,16 +310,27 @@ class Engine {
     void count_weight_bytes();
     void prepare_graphs();
     void prepare_pass_graphs();
-    PassInputs upload_pass(const std::vector<PromptChunk>& chunks, Tensor token_ids = {});
+    void record_passes(int64_t N, int64_t decoding);
+    PassInputs upload_pass(const std::vector<PromptChunk>& chunks, int64_t decoding, Tensor token_ids = {});
     void run_pass(const PassInputs& in, const Tensor& last_of_pass);
     void run_recorded_pass(const PassInputs& in);
-    int64_t recorded_rows(int64_t N, int64_t chunks) const;  // of a pass over N tokens; 0: it has no graph
+    // Of a pass over N tokens of prompts, beside so many rows of the batch; 0: it has no graph.
+    int64_t recorded_rows(int64_t N, int64_t chunks, int64_t decoding) const;
+    int64_t padded_batch(int64_t sequences) const;
     int64_t recorded_chunks() const { return std::min<int64_t>(options.slots, 4); }
-    void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished);
-    std::vector<std::pair<int64_t, int64_t>> compute_prompts(const std::vector<std::vector<const Prompt*>>& groups);
+    void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished, int64_t decoding);
+    using PromptGroups = std::vector<std::vector<const Prompt*>>;
+    std::vector<std::pair<int64_t, int64_t>> compute_prompts(const PromptGroups& groups, int64_t decoding = 0);
+    void check_prompts(const std::vector<Prompt>& prompts, int64_t beside = 0) const;
+    void note_tokens(const PromptGroups& groups);
+    void add_to_batch(const PromptGroups& groups);
+    void upload_ended(const PromptGroups& groups);
+    void sample_batch();
+    void grow_batch();
+    void joint_step(const std::vector<Prompt>& prompts);
     void outside_decode_step();
     bool finds_prefixes() const { return cache.finds_prefixes() && !config.has_linear_attention() && !dynamic_rope; }
-    std::vector<std::vector<const Prompt*>> groups_of(const std::vector<Prompt>& prompts) const;
+    PromptGroups groups_of(const std::vector<Prompt>& prompts) const;
     void fork(int64_t from, const std::vector<const Prompt*>& to);
     void grow(int64_t slot, int64_t by);
     void embed(Tensor hidden, Tensor token_ids, Tensor token_positions);
@@ -339,6 +364,8 @@ class Engine {
     void score_prompts(const std::vector<PromptChunk>& chunks, const Tensor& hidden);
     void compact_batch();
     DecodeModel decode_model() const;
+    DecodeBatch decode_batch(int64_t B, int64_t max_length) const;
+    void attend_to_batch(int64_t l, DecodeBatch of_layer);
     void compute_logits(Tensor hidden);
     void sample(int64_t B);
     void find_top_tokens(const Tensor& logits, const Tensor& targets);
@@ -397,7 +424,7 @@ class Engine {
     // What the sampling of the batch needs; graphs by batch size, longest context and the kernels of step_classes.
     uint32_t step_classes = 0;
     std::map<std::array<int64_t, 3>, Graph> graphs;
-    std::map<std::array<int64_t, 3>, Graph> pass_graphs;  // by rows, longest context, and how rows use adapters
+    std::map<std::array<int64_t, 4>, Graph> pass_graphs;  // by rows, those of the batch, longest context and adapters
 
     HostMemory results{nullptr, host_free}, prompt_results{nullptr, host_free};
     QueuedStep queue[2];

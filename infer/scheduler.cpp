@@ -89,7 +89,8 @@ bool Scheduler::step() {
     } else {
         compute_chunk();
     }
-    while (engine.ready()) queue_step();
+    while (engine.ready() && queue_step()) {
+    }
     if (engine.pending()) read_step();
     return !waiting.empty() || !idle() || engine.pending();
 }
@@ -205,7 +206,8 @@ Prompt Scheduler::prompt_of(size_t slot, int64_t begin, int64_t end) const {
 }
 
 // The most tokens of the next chunk: few where sequences wait for it, but more where more prompts wait for their first
-// token than sequences for their next one. (A prompt of 2,000 tokens takes LLaMA 1B 7.5 ms on an H100.)
+// token than sequences for their next one. (A prompt of 2,000 tokens takes LLaMA 1B 7.5 ms on an H100.) A joint pass
+// has rows for the sequences, too.
 int64_t Scheduler::chunk_size() const {
     if (chunk_tokens) return std::min(chunk_tokens, engine.options.prompt_tokens);
     int64_t generating = 0, computing = 0;
@@ -214,15 +216,18 @@ int64_t Scheduler::chunk_size() const {
         computing += s.request && s.computing && s.like < 0;
     }
     int64_t tokens = Engine::prompt_chunk_tokens();
-    if (generating > 0)
-        tokens = std::min(tokens, Engine::PROMPT_TOKENS_BESIDE_DECODING *
-                                      std::clamp<int64_t>(computing / generating, 1, MOST_CHUNKS_AT_ONCE));
+    if (generating > 0) {
+        const int64_t chunks = std::clamp<int64_t>(computing / generating, 1, MOST_CHUNKS_AT_ONCE);
+        tokens = std::min(tokens, engine.joins_at_all()
+                                      ? std::max(KV_PAGE, chunks * Engine::JOINT_PASS_ROWS - engine.joint_rows())
+                                      : chunks * Engine::PROMPT_TOKENS_BESIDE_DECODING);
+    }
     return std::min(tokens, engine.options.prompt_tokens);
 }
 
 // The tokens that the next chunk computes of each prompt, the oldest first. They share it page by page, so that a short
-// prompt does not wait for a long one. Chunks end where pages do, so that the bits of a prompt do not depend on what
-// else is computed. A prompt with logprobs is not cut, because they belong to one prefill.
+// prompt does not wait for a long one. Where bits are promised, chunks end where pages do, so that those of a prompt do
+// not depend on what else is computed. A prompt with logprobs is not cut, because they belong to one prefill.
 Scheduler::Chunk Scheduler::next_chunk() const {
     Chunk chunk;
     for (const size_t slot : by_arrival())
@@ -235,10 +240,12 @@ Scheduler::Chunk Scheduler::next_chunk() const {
             const Running& s = running[slot];
             const int64_t begin = s.computed + share, rest = int64_t(s.request->context.size()) - begin;
             const bool whole = s.request->prompt_logprobs;
-            const int64_t part = whole ? rest : std::min(rest, KV_PAGE - begin % KV_PAGE);
+            int64_t part = whole ? rest : std::min(rest, KV_PAGE - begin % KV_PAGE);
+            if (!whole && !engine.promises_bits()) part = std::min(part, left);
             if (part == 0 || (part > left && !(whole && left == size))) continue;
             share += part;
             left -= part;
+            chunk.tokens += part;
             more = true;
             chunk.ends_prompt |= part == rest;
         }
@@ -246,10 +253,10 @@ Scheduler::Chunk Scheduler::next_chunk() const {
     return chunk;
 }
 
-void Scheduler::compute_chunk() {
+// What the engine computes of a chunk; `finished`: slots whose prompts end.
+std::vector<Prompt> Scheduler::prompts_of(const Chunk& chunk, std::vector<size_t>& finished) {
     std::vector<Prompt> prompts;
-    std::vector<size_t> finished;
-    for (const auto& [slot, share] : next_chunk().shares) {
+    for (const auto& [slot, share] : chunk.shares) {
         if (share == 0) continue;
         Running& s = running[slot];
         const int64_t size = int64_t(s.request->context.size()), end = s.computed + share;
@@ -268,19 +275,35 @@ void Scheduler::compute_chunk() {
             o.like = -1;
         }
     }
-    if (prompts.empty()) return;
+    return prompts;
+}
+
+// Computes a chunk in a pass of its own, if no step can (queue_step()).
+void Scheduler::compute_chunk() {
+    const Chunk chunk = next_chunk();
+    if (chunk.tokens == 0) return;
+    if (engine.joins_at_all() && (engine.pending() || engine.joins(chunk.tokens, chunk.ends_prompt))) return;
+    std::vector<size_t> finished;
     const auto begin = Clock::now();
-    if (engine.pending()) {  // then no prompt ends here
-        Timed& chunk = queued_chunks.emplace_back();
-        chunk.begin.record(engine.stream);
-        engine.prefill(prompts);
-        return chunk.end.record(engine.stream);
-    }
-    engine.prefill(prompts);
-    for (const size_t slot : finished)
-        engine.remember(int64_t(slot), running[slot].request->context, prefix_space(*running[slot].request));
+    if (engine.pending()) return compute_behind_steps([&] { engine.prefill(prompts_of(chunk, finished)); });
+    engine.prefill(prompts_of(chunk, finished));
+    remember_prompts(finished);
     if (!finished.empty()) read_step();
     statistics.prefill_seconds += seconds_since(begin);
+}
+
+// Computes prompts on the stream where steps may be in flight; their time is not that of decoding.
+template <typename Compute>
+void Scheduler::compute_behind_steps(Compute compute) {
+    Timed& chunk = queued_chunks.emplace_back();
+    chunk.begin.record(engine.stream);
+    compute();
+    chunk.end.record(engine.stream);
+}
+
+void Scheduler::remember_prompts(const std::vector<size_t>& finished) {
+    for (const size_t slot : finished)
+        engine.remember(int64_t(slot), running[slot].request->context, prefix_space(*running[slot].request));
 }
 
 // Suspends the youngest sequences until there is a page for each of the others' next token.
@@ -310,13 +333,24 @@ void Scheduler::give_up(size_t slot) {
     s = {};
 }
 
-void Scheduler::queue_step() {
+// Queues a step, with a chunk of the prompts if there is one and the engine computes both in one pass. Returns false
+// where the steps in flight must be read before that.
+bool Scheduler::queue_step() {
+    const Chunk chunk = engine.joins_at_all() ? next_chunk() : Chunk{};
+    if (chunk.tokens > 0 && (!engine.joins(chunk.tokens, chunk.ends_prompt) || !has_room())) return false;
+    if (!decoding) decode_begin = Clock::now();
+    decoding = true;
+    if (chunk.tokens > 0) {
+        std::vector<size_t> finished;
+        compute_behind_steps([&] { engine.decode(prompts_of(chunk, finished)); });
+        remember_prompts(finished);
+        return true;
+    }
     statistics.step_bytes += engine.step_bytes();
     statistics.step_sequences += engine.active();
     statistics.steps++;
-    if (!decoding) decode_begin = Clock::now();
-    decoding = true;
     engine.decode();
+    return true;
 }
 
 void Scheduler::count_queued_chunks() {
@@ -334,7 +368,7 @@ void Scheduler::read_step() {
         const size_t slot = size_t(s.slots[i]);
         Request* const r = running[slot].request;
         if (!r) continue;  // it ended while this step was queued
-        statistics.decode_tokens += decoding;
+        statistics.decode_tokens += !s.with_prompts;
         const size_t before = r->completion->tokens().size();
         if (before == 0 && r->prompt_logprobs) {
             r->prompt_token_logprobs = s.prompt_logprobs[i];

@@ -5,9 +5,10 @@
 //     while (scheduler.step()) ...     until every request has ended
 //
 // Requests start in the order of their arrival. One that the cache has no pages for waits, and so do those after it.
-// Prompts are computed in chunks between decode steps (continuous batching, Yu et al. 2022, "Orca"; chunked prefill,
-// Agrawal et al. 2024, "Sarathi-Serve"): a running sequence waits for at most one chunk, which all prompts share, so
-// that a short one does not wait for a long one. A chunk that ends no prompt is queued behind the steps in flight.
+// Prompts are computed in chunks (continuous batching, Yu et al. 2022, "Orca"; chunked prefill, Agrawal et al. 2024,
+// "Sarathi-Serve"): in the pass of a step where the engine's bits may depend on the batch (Engine::joins_at_all()), else
+// between steps. A running sequence waits for at most one chunk, which all prompts share, so that a short one does not
+// wait for a long one. A chunk that ends no prompt is queued behind the steps in flight.
 // Where a step lacks pages, the youngest sequence is suspended: its keys and values go to the host, and it continues
 // with the same bits before any waiting request starts. A request whose prompt is being computed for an earlier one
 // shares its pages.
@@ -26,10 +27,10 @@
 
 class Scheduler {
   public:
-    // chunk_tokens: most tokens of prompts between two decode steps, a multiple of KV_PAGE; 0:
-    // Engine::PROMPT_TOKENS_BESIDE_DECODING, or n ≤ 8 times as many where n times as many prompts are computed as
-    // sequences generate, or prompt_chunk_tokens() where none does. done is called for each request that ends; it must
-    // not call the scheduler.
+    // chunk_tokens: most tokens of prompts in or between two decode steps, a multiple of KV_PAGE; 0: what
+    // Engine::JOINT_PASS_ROWS leaves, or PROMPT_TOKENS_BESIDE_DECODING, or n ≤ 8 times as many where n times as many
+    // prompts are computed as sequences generate, or prompt_chunk_tokens() where none does. done is called for each
+    // request that ends; it must not call the scheduler.
     Scheduler(Engine& engine, const ContextPolicy& policy, std::function<void(const Request&)> done = {},
               int64_t chunk_tokens = 0);
 
@@ -74,10 +75,15 @@ class Scheduler {
     int64_t chunk_size() const;
     struct Chunk {
         std::vector<std::pair<size_t, int64_t>> shares;  // slots and tokens of their prompts
+        int64_t tokens = 0;                              // of all of them
         bool ends_prompt = false;
     };
     Chunk next_chunk() const;
+    std::vector<Prompt> prompts_of(const Chunk& chunk, std::vector<size_t>& finished);
     void compute_chunk();
+    template <typename Compute>
+    void compute_behind_steps(Compute compute);
+    void remember_prompts(const std::vector<size_t>& finished);
     void make_room();
     void give_up(size_t slot);
     // The name space of the engine's prefixes: keys and values depend on the adapter, too.
@@ -85,7 +91,7 @@ class Scheduler {
         return r.name_space * (engine.options.adapters + 1) + r.adapter + 1;
     }
     Prompt prompt_of(size_t slot, int64_t begin, int64_t end) const;
-    void queue_step();
+    bool queue_step();
     void read_step();
     void count_queued_chunks();
     void finish(size_t slot);

@@ -1,4 +1,5 @@
 // Tests the engine: packed prefills and decode steps with a KV cache against forward() over the whole sequence.
+#include <map>
 #include <numeric>
 #include <set>
 
@@ -59,9 +60,68 @@ TEST_P(ModelVariants, PrefillContinuesASequence) {
     }
 }
 
+// Steps whose passes compute prompts, too: in parts, several, with tokens that the host has not read yet, beside
+// sequences that have ended.
+TEST_P(ModelVariants, PromptsJoinSteps) {
+    if (config().has_linear_attention()) GTEST_SKIP() << "steps with linear attention compute no prompts";
+    for (const DType dtype : generation_dtypes(config())) {
+        Driver d(config(), training_shape(1, T, dtype));
+        d.randomise(3);
+        EngineOptions o = engine_options(4, 16);
+        o.joint_passes = true;
+        Generation g(d.model, o);
+        std::map<int64_t, std::vector<int32_t>> sequences;  // by slot
+        const auto prompt = [&](int64_t slot, int64_t n, int64_t later = 0) {
+            Prompt p{slot, random_tokens(config(), n, uint64_t(10 * slot + n)), slot, 0};
+            p.later = later;
+            sequences[slot].insert(sequences[slot].end(), p.tokens.begin(), p.tokens.end());
+            return p;
+        };
+        const auto check = [&](const std::vector<int64_t>& slots, const char* step) {
+            const Engine::Step& s = g.engine.next();
+            ASSERT_EQ(s.slots, slots) << step;
+            for (size_t i = 0; i < slots.size(); i++) {
+                if (!g.engine.pending())  // the logits are those of the last step
+                    expect_same_logits(g.engine.logits(int64_t(i)), logits_after(d, sequences[slots[i]]),
+                                       str(dtype_name(dtype), ", ", step, ", slot ", slots[i]), dtype);
+                sequences[slots[i]].push_back(s.tokens[i]);
+            }
+        };
+        g.engine.prefill({prompt(2, 4), prompt(0, 1)});
+        check({2, 0}, "prefill");
+        g.engine.decode({prompt(3, 3, 2)});
+        check({2, 0}, "a part");
+        g.engine.decode({prompt(3, 2), prompt(1, 5)});
+        EXPECT_TRUE(g.engine.pending());
+        check({2, 0, 3, 1}, "two end");
+        g.engine.retire(0);
+        g.engine.truncate(0);
+        sequences.erase(0);
+        g.engine.decode({prompt(0, 2, 3)});
+        check({2, 3, 1}, "after another has ended");
+        g.engine.decode();
+        check({2, 3, 1}, "decode");
+        if (Engine::steps_ahead() > 1) {
+            g.engine.decode();
+            g.engine.retire(3);
+            g.engine.decode({prompt(0, 1, 2)});  // queued behind a step
+            const Engine::Step& s = g.engine.next();
+            sequences[2].push_back(s.tokens[0]);
+            sequences[1].push_back(s.tokens[2]);
+            check({2, 1}, "behind a step");
+        } else {
+            g.engine.retire(3);
+            g.engine.decode({prompt(0, 1, 2)});
+            check({2, 1}, "another part");
+        }
+        g.engine.decode({prompt(0, 2)});
+        check({2, 1, 0}, "the end of a part");
+    }
+}
+
 // Passes that are graphs on a GPU (Engine::recorded_rows()): over prompts of unequal length, some with a past of more
-// than a page, and with one adapter for all of them; as many chunks as a graph has, fewer and more. Does not test gated
-// linear attention in 16 bits, as ManySequences.
+// than a page, and with one adapter for all of them; as many chunks as a graph has, fewer and more. Then the same beside
+// the sequences that generate, in one pass. Does not test gated linear attention in 16 bits, as ManySequences.
 TEST_P(GenerationByType, RecordedPasses) {
     using Pass = std::vector<std::pair<int64_t, int64_t>>;  // slot, tokens
     const Pass passes[] = {{{2, 200}},
@@ -77,27 +137,42 @@ TEST_P(GenerationByType, RecordedPasses) {
             d.randomise(3);
             const RandomAdapters adapters(d.model, 1, 8);
             if (adapted) adapters.merge_into(merged, d, 0);
-            EngineOptions o = engine_options(6, 600);
-            o.all_batch_sizes = true;
+            EngineOptions o = engine_options(6, 900);
+            o.joint_passes = o.all_batch_sizes = true;
             Generation g(d.model, o, adapted ? &adapters : nullptr, adapted);
             std::vector<std::vector<int32_t>> sequences(6);
-            for (const Pass& pass : passes) {
-                std::vector<Prompt> prompts;
-                int64_t total = 0;
-                for (const auto& [slot, n] : pass) {
-                    std::vector<int32_t>& sequence = sequences[size_t(slot)];
-                    if (!sequence.empty()) g.engine.retire(slot);
-                    prompts.push_back({slot, random_tokens(c, n, uint64_t(n)), slot, 0, adapted ? 0 : -1});
-                    sequence.insert(sequence.end(), prompts.back().tokens.begin(), prompts.back().tokens.end());
-                    total += n;
+            std::map<int64_t, int32_t> sampled;  // by slot that generates
+            for (const bool joint : {false, true}) {
+                if (joint && !g.engine.joins_at_all()) continue;
+                for (const Pass& pass : passes) {
+                    std::vector<Prompt> prompts;
+                    int64_t total = 0;
+                    for (const auto& [slot, n] : pass) {
+                        if (sampled.erase(slot)) g.engine.retire(slot);
+                        prompts.push_back({slot, random_tokens(c, n, uint64_t(n)), slot, 0, adapted ? 0 : -1});
+                        std::vector<int32_t>& sequence = sequences[size_t(slot)];
+                        sequence.insert(sequence.end(), prompts.back().tokens.begin(), prompts.back().tokens.end());
+                        total += n;
+                    }
+                    EXPECT_LE(total + joint * g.engine.joint_rows(), Engine::JOINT_PASS_ROWS);
+                    for (const auto& [slot, token] : sampled)
+                        if (joint) sequences[size_t(slot)].push_back(token);
+                    if (joint)
+                        g.engine.decode(prompts);
+                    else
+                        g.engine.prefill(prompts);
+                    const Engine::Step& step = g.engine.next();
+                    EXPECT_EQ(step.slots.size(), pass.size() + (joint ? sampled.size() : 0));
+                    for (size_t i = 0; i < step.slots.size(); i++) {
+                        const int64_t slot = step.slots[i];
+                        expect_same_logits(g.engine.logits(int64_t(i)),
+                                           logits_after(adapted ? merged : d, sequences[size_t(slot)]),
+                                           str(dtype_name(dtype), ", slot ", slot, " of ", pass.size(),
+                                               joint ? ", joint" : "", adapted ? ", adapted" : ""),
+                                           dtype);
+                        sampled[slot] = step.tokens[i];
+                    }
                 }
-                EXPECT_LE(total, Engine::PROMPT_TOKENS_BESIDE_DECODING);
-                const std::vector<std::vector<float>> logits = g.prefill(prompts);
-                for (size_t i = 0; i < pass.size(); i++)
-                    expect_same_logits(logits[i], logits_after(adapted ? merged : d, sequences[size_t(pass[i].first)]),
-                                       str(dtype_name(dtype), ", slot ", pass[i].first, " of ", pass.size(),
-                                           adapted ? ", adapted" : ""),
-                                       dtype);
             }
         }
 }

@@ -142,13 +142,19 @@ TEST_P(GenerationByType, EachRequestOfAScheduleHasTheTokensThatItHasAlone) {
         d.randomise(3);
         const RandomAdapters adapters(d.model, ADAPTERS, 8);
         // Without adapters a GPU's chunks are queued behind steps in flight.
-        for (const auto& [slots, pages, chunk, adapted] :
-             {std::tuple<int64_t, int64_t, int64_t, int64_t>{6, 6, 128, ADAPTERS},
-              {3, 0, 0, ADAPTERS},
-              {8, 9, 256, ADAPTERS},
-              {5, 9, 128, 0}}) {
-            SCOPED_TRACE(str(dtype_name(dtype), ", ", slots, " slots, ", pages, " pages, ", adapted, " adapters"));
-            Generation together(d.model, options_of(slots, 760, pages), adapted ? &adapters : nullptr, adapted),
+        for (const auto& [slots, pages, chunk, adapted, joint] :
+             {std::tuple<int64_t, int64_t, int64_t, int64_t, bool>{6, 6, 128, ADAPTERS, false},
+              {3, 0, 0, ADAPTERS, false},
+              {8, 9, 256, ADAPTERS, false},
+              {5, 9, 128, 0, false},
+              {6, 6, 0, ADAPTERS, true},
+              {8, 9, 128, 0, true}}) {
+            SCOPED_TRACE(str(dtype_name(dtype), ", ", slots, " slots, ", pages, " pages, ", adapted, " adapters",
+                             joint ? ", joint passes" : ""));
+            EngineOptions o = options_of(slots, 760, pages);
+            o.joint_passes = joint;
+            o.batch_invariant = !joint;
+            Generation together(d.model, o, adapted ? &adapters : nullptr, adapted),
                 alone(d.model, options_of(1, 760, 0), adapted ? &adapters : nullptr, adapted);
             for (int64_t round = 0; round < fuzz_rounds(); round++) {
                 const uint64_t seed = uint64_t(slots + 100 * round);
@@ -156,7 +162,8 @@ TEST_P(GenerationByType, EachRequestOfAScheduleHasTheTokensThatItHasAlone) {
                 const std::vector<std::unique_ptr<Job>> jobs = random_jobs(c, seed, 20, 600);
                 for (size_t i = 0; i < jobs.size() && adapted == 0; i++) jobs[i]->request.adapter = -1;
                 suspensions += run_schedule(together.engine, jobs, chunk);
-                check_alone(alone.engine, jobs);
+                // Joint passes promise no bits, but on the CPU no token has differed in 10,000 requests.
+                if (!joint || backend_device() == Device::CPU) check_alone(alone.engine, jobs);
                 if (HasFailure()) return;
             }
         }

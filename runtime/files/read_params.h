@@ -59,6 +59,9 @@ class ParamReader {
     // used with Takers::AllThreads alone.
     void read(const StoredPart& part, int64_t begin, int64_t count, const TakeValues& take,
               RangeChecksum* checksum = nullptr, const FindValues& find = {});
+    // For WeightArenas::store() within TakeValues: pinned memory for the values rounded to 16 bits, which stays
+    // unchanged as they do. Null with Takers::AllThreads.
+    uint16_t* rounded(float* values) const;
 
   private:
     // For blocks of [begin, end), elements of the part: calls fill(block, begin, end) and take for what is filled.

@@ -248,7 +248,7 @@ std::string load_weights(const StoredWeights& weights, const ParamTable& table, 
                 if (adjust) adjust(p, begin, count, values);
                 if (!all_finite(values, count)) finite = false;
                 check_range(values, count, dtype, weights.path(), tensor);
-                arenas.store(p, values, begin, count);
+                arenas.store(p, values, begin, count, reader.rounded(values));
             };
             reader.read(part, 0, p.numel(), take, nullptr,
                         [&](int64_t begin, int64_t count) { return arenas.find(p, begin, count); });
