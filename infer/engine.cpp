@@ -541,20 +541,13 @@ void Engine::adapted_layer(const LinearOutput& output, Tensor inp, const NormWei
     if (activates) activation_forward(output.activation, output.out, y, stream);
 }
 
-// Adds the only adapter to all rows of y, part by part. h is rounded to the rows' dtype.
+// Adds the only adapter to all rows of y. h is rounded to the rows' dtype.
 void Engine::add_adapter(Tensor y, Tensor inp, const AdapterWeights& w) {
-    const int64_t N = inp.shape[0], width = w.a.shape[1], R = w.b.shape[2];
-    const Tensor h = make_tensor(low_rank.data, inp.dtype, low_rank.device, {N, width}),
-                 a = make_tensor(w.a.data, w.a.dtype, w.a.device, {width, w.a.shape[2]}),
-                 b = make_tensor(w.b.data, w.b.dtype, w.b.device, {w.b.shape[0], R});
+    const int64_t width = w.a.shape[1];
+    const Tensor h = make_tensor(low_rank.data, inp.dtype, low_rank.device, {inp.shape[0], width}),
+                 a = make_tensor(w.a.data, w.a.dtype, w.a.device, {width, w.a.shape[2]});
     matmul(h, inp, a, false, true, false, stream);
-    int64_t begin = 0;
-    for (int64_t part = 0; part < width / R; part++) {
-        const int64_t end = w.part_ends[size_t(part)];
-        matmul(y.columns(begin, end), h.columns(part * R, (part + 1) * R), b.rows(begin, end), false, true, true,
-               stream);
-        begin = end;
-    }
+    adapter_expand_all(y, h, w, stream);
 }
 
 // Runs x [N, C] through all blocks. attend(l) computes att from qkv and the cache.

@@ -111,6 +111,105 @@ TEST_P(LoraRows, MatchesOracle) {
     check({5, 96, 2, 8, {10}, {-1}}, activation());
 }
 
+// The second product for all rows, of a given h. Matrices begin after half of their gap: of 1 or 2 elements nothing is
+// aligned. Gaps are NaN.
+struct Expansion {
+    Case rows;
+    TestArray y, h, a, b;
+    AdapterWeights weights;
+    Expansion(const Case& c, DType T)
+        : rows(c),
+          y(with_gaps(T, c.N, c.OC(), c.gap, 2)),
+          h(with_gaps(T, c.N, width(), c.gap, 5)),
+          a(TestArray::poisoned(T, {1, width(), c.C})),
+          b(TestArray::random(T, {c.OC(), 1, c.R}, 4, 1 / std::sqrt(double(c.R)))),
+          weights{a, b, {}} {
+        int64_t end = 0;
+        for (size_t p = 0; p < c.part_rows.size(); p++) weights.part_ends[p] = end += c.part_rows[p];
+    }
+    int64_t width() const { return int64_t(rows.part_rows.size()) * rows.R; }
+
+    static TestArray with_gaps(DType T, int64_t N, int64_t columns, int64_t gap, uint64_t seed) {
+        const TestArray values = TestArray::random(T, {N, columns}, seed);
+        const int64_t stride = columns + gap;
+        std::vector<double> all(size_t(N * stride), NAN);
+        for (int64_t i = 0; i < N * columns; i++)
+            all[size_t(i / columns * stride + gap / 2 + i % columns)] = values.values()[size_t(i)];
+        return TestArray::of(T, all, {N, stride});
+    }
+    static Tensor inside(const TestArray& t, int64_t columns, int64_t gap) {
+        return t.tensor().columns(gap / 2, gap / 2 + columns);
+    }
+};
+
+// Rows [first, end) alone. Returns their y, with the gaps.
+std::vector<double> run_all(const Case& c, DType T, int64_t first, int64_t end) {
+    const Expansion e(c, T);
+    const Tensor y = e.inside(e.y, c.OC(), c.gap), h = e.inside(e.h, e.width(), c.gap);
+    adapter_expand_all(y.rows(first, end), h.rows(first, end), e.weights, {});
+    synchronize({});
+    const std::vector<double> all = e.y.fetch();
+    const int64_t stride = c.OC() + c.gap;
+    expect_same_bits("rows before", {all.begin(), all.begin() + first * stride},
+                     {e.y.data(), e.y.data() + first * stride});
+    expect_same_bits("rows after", {all.begin() + end * stride, all.end()},
+                     {e.y.data() + end * stride, e.y.data() + c.N * stride});
+    return {all.begin() + first * stride, all.begin() + end * stride};
+}
+
+void check_all(const Case& c, DType T) {
+    SCOPED_TRACE(str("all rows: N ", c.N, " R ", c.R, " OC ", c.OC(), " gap ", c.gap));
+    const Expansion e(c, T);
+    const int64_t OC = c.OC(), before = c.gap / 2, stride = OC + c.gap, h_stride = e.width() + c.gap;
+    const std::vector<double> got = run_all(c, T, 0, c.N);
+    std::vector<double> results;
+    reference::Values ref(c.N * OC);
+    for (int64_t n = 0; n < c.N; n++) {
+        for (int64_t o = -before, part = 0; o < stride - before; o++) {
+            const double y = got[size_t(n * stride + before + o)];
+            if (o < 0 || o >= OC) {
+                EXPECT_TRUE(std::isnan(y)) << "row " << n << ", output " << o << " is " << y;
+                continue;
+            }
+            if (o == e.weights.part_ends[size_t(part)]) part++;
+            reference::Value sum;
+            sum.add(e.y.values()[size_t(n * stride + before + o)]);
+            for (int64_t r = 0; r < c.R; r++)
+                sum.add(e.b.values()[size_t(o * c.R + r)] *
+                        e.h.values()[size_t(n * h_stride + before + part * c.R + r)]);
+            ref.set(n * OC + o, sum);
+            results.push_back(y);
+        }
+    }
+    expect_close("y", results, ref.value, ref.mag, c.R + 1, OC, T);
+    for (int64_t n = 0; n < c.N; n += 37) {
+        const int64_t end = std::min(c.N, n + 1 + n % 3);
+        expect_same_bits("rows alone", {got.begin() + n * stride, got.begin() + end * stride}, run_all(c, T, n, end));
+    }
+}
+
+TEST_P(LoraRows, AllRowsMatchOracle) {
+    const auto check_rows = [](int64_t N, int64_t R, std::vector<int64_t> part_rows, int64_t gap = 0) {
+        check_all({N, 4, 1, R, std::move(part_rows), {0}, gap}, activation());
+    };
+    check_rows(1, 8, {40});
+    check_rows(17, 24, {40, 24, 8}, 16);
+    check_rows(64, 16, {64, 32, 32});
+    check_rows(100, 40, {200, 72}, 32);  // the last step over the rank is half a one, the last warp has 4 rows
+    check_rows(256, 16, {296, 104, 104}, 48);
+    check_rows(257, 64, {72});
+    check_rows(72, 512, {16, 8});
+    // Nothing is aligned, parts end anywhere.
+    check_rows(1, 8, {5, 3}, 1);
+    check_rows(17, 16, {1, 33, 31});
+    check_rows(100, 24, {270, 37, 38}, 2);
+    check_rows(130, 64, {35}, 7);
+    check_rows(33, 512, {50, 21}, 3);
+    check_rows(64, 16, {64, 32}, 2);   // rows begin in the middle of a vector
+    check_rows(64, 16, {36, 32, 4});   // a part does
+    check_rows(64, 16, {48, 32}, 20);  // all of that with even strides
+}
+
 INSTANTIATE_DTYPES(LoraRows);
 
 // A whole linear layer of rows with adapters, as the engine computes it. `taken`: by linear_with_adapters(), on a
@@ -315,6 +414,33 @@ TEST(LoraRowsArguments, InvalidArgumentsAreErrors) {
             adapters_expand(y, low_rank, {a, b, {3, 6}}, {none, none}, {});
         },
         "adapters_expand: tiles.rows is int32 [1], expected int32 [8]");
+    const auto expand_all = [&](const Tensor& to, const Tensor& h, AdapterWeights w) {
+        adapter_expand_all(to, h, w, {});
+    };
+    const TestArray h = TestArray::random({2, 16}, 5), two_a = TestArray::random({2, 16, 4}, 3),
+                    two_b = TestArray::random({6, 2, 8}, 4), bytes = TestArray::scratch(12);
+    expect_error([&] { expand_all(y, h, {two_a, two_b, {3, 6}}); }, "adapter_expand_all: 2 adapters, expected 1");
+    expect_error(
+        [&] {
+            expand_all(x, h, {a, b, {3, 6}});
+        },
+        "adapter_expand_all: y is fp32 [2, 4], expected fp32 [2, 6]");
+    expect_error(
+        [&] {
+            expand_all(y, x, {a, b, {3, 6}});
+        },
+        "adapter_expand_all: h is fp32 [2, 4], expected fp32 [2, 16]");
+    expect_error([&] { expand_all(y, {}, {a, b, {3, 6}}); }, "adapter_expand_all: h is missing");
+    expect_error(
+        [&] {
+            expand_all(y, h, {a, b, {3, 5}});
+        },
+        "adapter_expand_all: the parts end at output 5, expected 6");
+    expect_error(
+        [&] {
+            expand_all(bytes, h, {a, b, {3, 6}});
+        },
+        str("adapter_expand_all: y is uint8 ", shape_string(bytes), ", expected ", ACTIVATION_MATRIX));
 }
 
 }  // namespace

@@ -15,6 +15,13 @@ MULTIARCH void dot_rows(float* to, const float* x, const float* rows, int64_t st
     }
 }
 
+// y [OC] += B·h of each part. Rows of B are `stride` apart.
+void expand_row(float* y, const float* h, const float* b, int64_t stride, const AdapterWeights& w,
+                const AdapterSizes& z) {
+    for (int64_t part = 0, o = 0; part < z.parts; o = w.part_ends[size_t(part++)])
+        dot_rows(y + o, h + part * z.R, b + o * stride, stride, w.part_ends[size_t(part)] - o, z.R, true);
+}
+
 // Calls f(row, adapter) for the rows that have an adapter.
 template <typename F>
 void for_rows(const AdapterTiles& tiles, const AdapterSizes& z, F f) {
@@ -50,10 +57,15 @@ bool linear_with_adapters(const LinearOutput&, Tensor, const LinearWeights&, con
 void adapters_expand(Tensor y, Tensor low_rank, const AdapterWeights& w, const AdapterTiles& tiles, Stream) {
     const AdapterSizes z = check_adapters("adapters_expand", DType::F32, low_rank, "y", y, w, tiles);
     for_rows(tiles, z, [&](int64_t row, int64_t adapter) {
-        const int64_t stride = z.adapters * z.R;
         const float *h = low_rank.as<float>() + row * z.parts * z.R, *b = w.b.as<float>() + adapter * z.R;
-        float* const to = y.as<float>() + row * row_stride(y);
-        for (int64_t part = 0, o = 0; part < z.parts; o = w.part_ends[size_t(part++)])
-            dot_rows(to + o, h + part * z.R, b + o * stride, stride, w.part_ends[size_t(part)] - o, z.R, true);
+        expand_row(y.as<float>() + row * row_stride(y), h, b, z.adapters * z.R, w, z);
     });
+}
+
+void adapter_expand_all(Tensor y, Tensor h, const AdapterWeights& w, Stream) {
+    const AdapterSizes z = check_only_adapter("adapter_expand_all", DType::F32, y, h, w);
+#pragma omp parallel for schedule(static) if (z.N > 1)
+    for (int64_t row = 0; row < z.N; row++)
+        expand_row(y.as<float>() + row * row_stride(y), h.as<float>() + row * row_stride(h), w.b.as<float>(), z.R, w,
+                   z);
 }

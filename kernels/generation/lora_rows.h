@@ -58,6 +58,10 @@ void adapters_shrink(Tensor low_rank, Tensor x, const AdapterWeights& w, const A
 // The second one: y [N, OC] is changed in the rows that have an adapter.
 void adapters_expand(Tensor y, Tensor low_rank, const AdapterWeights& w, const AdapterTiles& tiles, Stream stream);
 
+// The second one for all rows, with the only adapter of w: of many rows (AdapterTiles::everywhere), whose first product
+// is a matmul with all of A. h [N, parts·R] T; y is rounded once.
+void adapter_expand_all(Tensor y, Tensor h, const AdapterWeights& w, Stream stream);
+
 // linear() without a norm and both products, in two launches: out is rounded once, h[n] to T. On Hopper GPUs, for 9 to
 // 64 rows of 16-bit elements, weights in T, a multiple of 8 channels and adapters·parts·R ≤ C/2; halves of 64 outputs
 // (32 of small matrices) must be of one part. Otherwise, and on other GPUs and the CPU, it does nothing and returns

@@ -38,3 +38,13 @@ inline AdapterSizes check_adapters(const char* op, DType dtype, const Tensor& lo
     check_tensor(op, "tiles.rows", tiles.rows, DType::I32, {count * LORA_TILE});
     return {N, matrix.shape[1], w.a.shape[0], count, parts, R};
 }
+
+inline AdapterSizes check_only_adapter(const char* op, DType dtype, const Tensor& y, const Tensor& h,
+                                       const AdapterWeights& w) {
+    check_matrix(op, "y", y, dtype);
+    const int64_t parts = check_adapter_weights(op, dtype, w), OC = w.b.shape[0], R = w.b.shape[2], N = y.shape[0];
+    require(w.a.shape[0] == 1, op, ": ", w.a.shape[0], " adapters, expected 1");
+    check_matrix(op, "y", y, N, OC, Given::Required, dtype);
+    check_matrix(op, "h", h, N, parts * R, Given::Required, dtype);
+    return {N, OC, 1, 0, parts, R};
+}
