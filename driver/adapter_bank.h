@@ -2,6 +2,7 @@
 // linear layers, filled up with zeros to one rank, so that any row of a batch may use any adapter.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "kernels/generation/lora_rows.h"
@@ -38,6 +39,7 @@ class AdapterBank {
         const std::vector<float>&a, &b;
     };
     void store(int64_t i, const Param& p, const Update& u, Stream stream) const;
+    std::pair<Tensor, Tensor> places(int64_t i, const Param& p, int64_t row, int64_t rows) const;
 
     const ParamTable& table;
     const int64_t adapters, R;

@@ -225,13 +225,20 @@ int64_t Scheduler::chunk_size() const {
     return std::min(tokens, engine.options.prompt_tokens);
 }
 
-// The tokens that the next chunk computes of each prompt, the oldest first. They share it page by page, so that a short
-// prompt does not wait for a long one. Where bits are promised, chunks end where pages do, so that those of a prompt do
+// The tokens that the next chunk computes of each prompt. They share it page by page, the oldest first, so that it never
+// stands still, then those that end soonest, so that a short prompt does not wait for long ones. Where bits are promised, chunks end where pages do, so that those of a prompt do
 // not depend on what else is computed. A prompt with logprobs is not cut, because they belong to one prefill.
 Scheduler::Chunk Scheduler::next_chunk() const {
     Chunk chunk;
     for (const size_t slot : by_arrival())
         if (running[slot].computing && running[slot].like < 0) chunk.shares.push_back({slot, 0});
+    const auto left_of = [&](const std::pair<size_t, int64_t>& share) {
+        const Running& s = running[share.first];
+        return int64_t(s.request->context.size()) - s.computed;
+    };
+    if (!chunk.shares.empty())
+        std::stable_sort(chunk.shares.begin() + 1, chunk.shares.end(),
+                         [&](const auto& a, const auto& b) { return left_of(a) < left_of(b); });
     const int64_t size = chunk_size();
     int64_t left = size;
     for (bool more = true; more;) {

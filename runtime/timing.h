@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <limits>
 #include <vector>
 
 #include "runtime/device/device.h"
@@ -30,20 +31,34 @@ inline bool draws_full_power(double milliseconds) {
     return milliseconds >= 0.05;
 }
 
-// Median milliseconds of each candidate, all of which must have run once before. Samples are interleaved.
+// Milliseconds of each candidate, all of which must have run once before: medians of interleaved samples, five short
+// ones or three long ones. Of long ones, whose time is that of starting a model, candidates that are CLEARLY_SLOWER
+// than the fastest in the first turn have one.
 inline std::vector<double> time_in_turns(const std::vector<std::function<void()>>& work, Stream stream,
                                          double sample_ms) {
-    const int num_samples = sample_ms > SHORT_SAMPLE_MS ? 3 : 5;
+    constexpr double CLEARLY_SLOWER = 1.04;  // one long sample differs from the next by less (docs/log/matmul.md)
+    const bool long_samples = sample_ms > SHORT_SAMPLE_MS;
+    const int num_samples = long_samples ? 3 : 5;
     const double max_runs = 20 * sample_ms;
     std::vector<int> runs;
     for (const auto& f : work) runs.push_back(int(std::clamp<double>(sample_ms / timed_ms(f, 1, stream), 1, max_runs)));
     std::vector<std::vector<double>> samples(work.size());
-    for (int s = 0; s < num_samples; s++)
-        for (size_t i = 0; i < work.size(); i++) samples[i].push_back(timed_ms(work[i], runs[i], stream));
+    double fastest = std::numeric_limits<double>::max();
+    for (size_t i = 0; i < work.size(); i++) {
+        samples[i].push_back(timed_ms(work[i], runs[i], stream));
+        fastest = std::min(fastest, samples[i][0]);
+    }
+    const auto is_slower = [&](const std::vector<double>& of_one) { return of_one[0] > CLEARLY_SLOWER * fastest; };
+    const bool decided =
+        long_samples && std::count_if(samples.begin(), samples.end(), is_slower) + 1 == int64_t(samples.size());
+    for (int s = 1; s < num_samples && !decided; s++)
+        for (size_t i = 0; i < work.size(); i++)
+            if (!long_samples || !is_slower(samples[i])) samples[i].push_back(timed_ms(work[i], runs[i], stream));
     std::vector<double> medians;
     for (std::vector<double>& of_one : samples) {
-        std::nth_element(of_one.begin(), of_one.begin() + num_samples / 2, of_one.end());
-        medians.push_back(of_one[size_t(num_samples / 2)]);
+        const auto middle = of_one.begin() + std::ptrdiff_t(of_one.size() / 2);
+        std::nth_element(of_one.begin(), middle, of_one.end());
+        medians.push_back(*middle);
     }
     return medians;
 }
