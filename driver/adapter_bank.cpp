@@ -76,11 +76,14 @@ void AdapterBank::store(int64_t i, const Param& p, const Update& u, Stream strea
         const int64_t item = dtype_size(dtype), count = int64_t(values.size()) / width, stride = to.shape[1];
         std::vector<char> bytes(size_t(count * stride * item));
         if (columns < stride) copy_to_host(bytes.data(), to.data, bytes.size(), stream);
-        if (width == stride) convert_from_float(bytes.data(), dtype, values.data(), int64_t(values.size()));
-        std::vector<float> row(size_t(columns), 0.0f);
-        for (int64_t n = 0; n < count && width < stride; n++) {
-            std::copy_n(values.begin() + n * width, width, row.begin());
-            convert_from_float(bytes.data() + (n * stride + first) * item, dtype, row.data(), columns);
+        if (width == stride) {  // at once, on all cores
+            convert_from_float(bytes.data(), dtype, values.data(), int64_t(values.size()));
+        } else {
+            std::vector<float> row(size_t(columns), 0.0f);
+            for (int64_t n = 0; n < count; n++) {
+                std::copy_n(values.begin() + n * width, width, row.begin());
+                convert_from_float(bytes.data() + (n * stride + first) * item, dtype, row.data(), columns);
+            }
         }
         copy_to_device(to.data, bytes.data(), bytes.size(), stream);
         synchronize(stream);  // `bytes` is a local variable
@@ -108,7 +111,8 @@ void AdapterBank::store(int64_t i, const LoraAdapter& adapter, Stream stream) co
     }
 }
 
-// A copy on the device where the matrices lie there as they do here: rollouts of LLaMA 8B spend no 0.6 s on it.
+// On the device where the matrices lie there as they do here. Through the host it took 0.6 s of each rollout of LLaMA
+// 8B.
 void AdapterBank::store(int64_t i, const Context& ctx, const Model& model) const {
     const LoraTable& lora = *model.lora;
     const int64_t rank = lora.options.rank;

@@ -120,6 +120,7 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
                 (options.dtype != DType::F16 && !options.batch_invariant && !config.has_linear_attention() &&
                  !dynamic_rope && !options.adapters && !options.top_logprobs && !options.prompt_logprobs),
             "engine: outside_forward with what it does not support");
+    require(!options.joint_passes.value_or(false) || can_join(), "engine: joint_passes with what it does not support");
     if (options.sampling_classes & sampling_class::REPEAT)
         seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((options.sampled_vocab + 31) / 32), 0));
     plan_memory();
@@ -417,16 +418,16 @@ bool Engine::may_adapt_everywhere(int64_t N) const {
 int64_t Engine::recorded_rows(int64_t N, int64_t chunks, int64_t decoding) const {
     const bool records =
         options.all_batch_sizes && graphs_replay() && !forward && !prompts_by_page() && !config.has_linear_attention();
-    const int64_t padded = (N + decoding + KV_PAGE - 1) / KV_PAGE * KV_PAGE;
-    const bool fits = N > 0 && N + decoding > SMALL_BATCH_ROWS && padded <= std::min(JOINT_PASS_ROWS, tokens.shape[0]) &&
-                      chunks <= recorded_chunks();
+    const int64_t used = N + (decoding ? padded_batch(decoding) : 0), padded = (used + KV_PAGE - 1) / KV_PAGE * KV_PAGE;
+    const bool fits = N > 0 && N + decoding > SMALL_BATCH_ROWS &&
+                      padded <= std::min(JOINT_PASS_ROWS, tokens.shape[0]) && chunks <= recorded_chunks();
     return records && fits ? padded : 0;
 }
 
 // A power of two from 32 on.
-int64_t Engine::padded_batch(int64_t sequences) const {
+int64_t Engine::padded_batch(int64_t n) const {
     int64_t rows_of_batch = 32;
-    while (rows_of_batch < sequences) rows_of_batch *= 2;
+    while (rows_of_batch < n) rows_of_batch *= 2;
     return std::min(rows_of_batch, options.slots);
 }
 
@@ -443,7 +444,8 @@ void Engine::prepare_pass_graphs() {
         for (const Tensor& t : filled)
             if (t) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
     std::vector<int64_t> batches{0};
-    for (int64_t n = 1; joins_at_all() && n <= options.slots; n = batches.back() + 1) batches.push_back(padded_batch(n));
+    for (int64_t n = 1; joins_at_all() && n <= options.slots; n = batches.back() + 1)
+        batches.push_back(padded_batch(n));
     matmul_tuning(options.tune_matmuls, stream);
     for (const int64_t decoding : batches)
         for (int64_t N = (decoding / KV_PAGE + 1) * KV_PAGE; recorded_rows(N - decoding, 1, decoding); N += KV_PAGE)
@@ -477,7 +479,7 @@ void Engine::record_passes(int64_t N, int64_t decoding) {
 void Engine::run_recorded_pass(const PassInputs& in) {
     const int64_t adapted = in.tiles ? 1 + in.tiles->everywhere : 0;
     pass_graphs[{in.positions.shape[0], in.decoding, in.sequences.max_k, adapted}].run(stream,
-                                                                                      [&] { run_pass(in, {}); });
+                                                                                       [&] { run_pass(in, {}); });
 }
 
 // Applies QK-norm and RoPE to q and k in the packed rows, where attention does not rotate them itself. angles: rows of
@@ -660,10 +662,9 @@ Engine::PassInputs Engine::upload_pass(const std::vector<PromptChunk>& chunks, i
     PassInputs in;
     int64_t chunk_rows = 0;
     for (const PromptChunk& p : chunks) chunk_rows += p.end - p.begin;
-    const int64_t padded = decoding ? padded_batch(decoding) : 0,
-                  recorded = recorded_rows(chunk_rows, int64_t(chunks.size()), padded);
-    in.recorded = recorded > 0 && chunk_rows + decoding > SMALL_BATCH_ROWS;
-    in.decoding = in.recorded ? padded : decoding;
+    const int64_t recorded = recorded_rows(chunk_rows, int64_t(chunks.size()), decoding);
+    in.recorded = recorded > 0;
+    in.decoding = in.recorded && decoding ? padded_batch(decoding) : decoding;
     std::vector<int32_t> token, position, adapter, q_ends{0}, k_ends{0}, slots, finished;
     std::vector<std::vector<int32_t>> row(rows.size());
     std::vector<int64_t> sequence_lengths;
@@ -680,6 +681,7 @@ Engine::PassInputs Engine::upload_pass(const std::vector<PromptChunk>& chunks, i
         const int64_t keys = used ? length(batch[size_t(b)].slot) : 1;
         token.push_back(0);
         position.push_back(static_cast<int32_t>(keys - 1));
+        // Others have a prompt's, so that all rows may still use the only adapter.
         adapter.push_back(used ? batch[size_t(b)].adapter : chunks[0].prompt->adapter);
         for (std::vector<int32_t>& of_group : row) of_group.push_back(-1);
         sequence_lengths.push_back(keys);
@@ -892,12 +894,14 @@ void Engine::upload_ended(const PromptGroups& groups) {
         if (group[0]->ends()) upload_slots(group);
 }
 
-// Samples a token after each row of `last`, and queues the step.
-void Engine::sample_batch() {
+// Samples a token after each row of `last`, and queues the step. prompt_losses: QueuedStep's.
+void Engine::sample_batch(std::vector<std::pair<int64_t, int64_t>> prompt_losses) {
     compute_logits(last.rows(0, int64_t(batch.size())));
     sample(int64_t(batch.size()));
     queue_results(int64_t(batch.size()));
-    queue[(steps_queued - 1) % 2].with_prompts = true;
+    QueuedStep& queued = queue[(steps_queued - 1) % 2];
+    queued.with_prompts = true;
+    queued.prompt_losses = std::move(prompt_losses);
 }
 
 void Engine::prefill(const std::vector<Prompt>& prompts) {
@@ -915,20 +919,23 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
         return;
     }
     std::vector<Sequence> continued;
-    std::copy_if(batch.begin(), batch.end(), std::back_inserter(continued), [](const Sequence& s) { return !s.retired; });
+    std::copy_if(batch.begin(), batch.end(), std::back_inserter(continued),
+                 [](const Sequence& s) { return !s.retired; });
     batch.clear();
     add_to_batch(groups);
-    const std::vector<std::pair<int64_t, int64_t>> prompt_losses = compute_prompts(groups);
+    std::vector<std::pair<int64_t, int64_t>> prompt_losses = compute_prompts(groups);
     upload_ended(groups);
-    sample_batch();
-    queue[(steps_queued - 1) % 2].prompt_losses = prompt_losses;
+    sample_batch(std::move(prompt_losses));
     batch_changed = !continued.empty();
     batch.insert(batch.begin(), continued.begin(), continued.end());
 }
 
+int64_t Engine::most_joining() const {
+    return std::min(prompt_chunk_tokens(), pass_tokens() - joint_rows());
+}
+
 bool Engine::joins(int64_t prompt_tokens, bool ends) const {
-    const int64_t most = std::min(prompt_chunk_tokens(), tokens.shape[0] - joint_rows());
-    return joins_at_all() && prompt_tokens <= most && ready() &&
+    return joins_at_all() && prompt_tokens <= most_joining() && ready() &&
            (!pending() || (!ends && takes_prompts_while_pending()));
 }
 
@@ -950,8 +957,7 @@ void Engine::joint_step(const std::vector<Prompt>& prompts) {
     prompt_losses.insert(prompt_losses.end(), of_prompts.begin(), of_prompts.end());
     add_to_batch(groups);
     if (ends) upload_ended(groups);
-    sample_batch();
-    queue[(steps_queued - 1) % 2].prompt_losses = prompt_losses;
+    sample_batch(std::move(prompt_losses));
     batch_changed = !ends && !takes_prompts_while_pending();
 }
 

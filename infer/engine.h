@@ -7,7 +7,8 @@
 //     for (;;) {
 //         const Engine::Step& sampled = engine.next();    waits for the oldest step that was not read yet
 //         ... engine.retire(slot) for each finished sequence ...
-//         engine.decode();                         feeds the sampled tokens back on the device; samples the next ones
+//         engine.decode();                         feeds the sampled tokens back on the device; samples the next ones;
+//                                                  decode(prompts) computes more prompts in the same pass
 //     }
 //
 // A block computes what block_forward() in train_gpt.cu computes, but norm, bias, activation and residual are fused
@@ -70,7 +71,8 @@ struct EngineOptions {
     // over prompts. Logits are in fp32. On the CPU, on a GPU in bf16; for softmax attention whose RoPE angles do not
     // depend on a sequence's length; without adapters, top and prompt logprobs.
     bool outside_forward = false;
-    // Whether a step may compute prompts in its own pass (decode()); none: where no bits are promised.
+    // Whether a step may compute prompts in its own pass (decode()); none: where no bits are promised. Not with linear
+    // attention, nor with outside_forward, nor, on a GPU, with batch_invariant: true is an error there.
     std::optional<bool> joint_passes = {};
 };
 
@@ -161,7 +163,7 @@ class Engine {
         std::vector<std::vector<TokenLogprob>> top_logprobs;
         std::vector<std::vector<float>> prompt_logprobs;
         std::vector<std::vector<TokenLogprob>> prompt_top_logprobs;  // Prompt::top_logprobs for each of these tokens
-        bool with_prompts = false;  // they were computed with it
+        bool with_prompts = false;                                   // it comes from a pass that computed prompts
     };
 
     // Appends the prompts' tokens to their slots and queues a step that samples the token after each, in the order of
@@ -177,14 +179,13 @@ class Engine {
     // Queues a step: each sequence's sampled token joins its context, and the next token is sampled. Call it only when
     // ready(). With prompts, only when joins(): they are computed in the same pass, whose matmuls read the weights once
     // for both, and those that end sample the token after them in this step, in the rows after those of the sequences
-    // that were there. Errors as prefill().
+    // that were there. Throws the errors of prefill(), and Error where the step does not join the prompts.
     void decode(const std::vector<Prompt>& prompts = {});
     // Whether the next step may compute so many tokens of prompts, of which some end.
     bool joins(int64_t prompt_tokens, bool ends) const;
-    bool joins_at_all() const {
-        return options.joint_passes.value_or(!promises_bits()) && !options.outside_forward &&
-               !config.has_linear_attention();
-    }
+    // Whether it ever does; the most tokens of prompts beside the sequences that generate now.
+    bool joins_at_all() const { return options.joint_passes.value_or(!promises_bits()) && can_join(); }
+    int64_t most_joining() const;
     // Rows of a joint pass that the sequences in the batch take: few numbers, so that few graphs serve all.
     int64_t joint_rows() const;
     // Whether a step can be queued now: at least one sequence is active, none has reached the context limit, the cache
@@ -287,7 +288,7 @@ class Engine {
         bool has_losses = false, with_prompts = false;
         std::vector<int64_t> num_top;                            // of each row: most likely tokens that it asks for
         std::vector<bool> masked;                                // of each row
-        std::vector<std::pair<int64_t, int64_t>> prompt_losses;  // of each row of a prefill: the first one, how many
+        std::vector<std::pair<int64_t, int64_t>> prompt_losses;  // of each row, with prompts: the first one, how many
     };
 
     // What prompt_results holds of a pass's tokens, from a token on: losses, and top tokens of each.
@@ -314,9 +315,9 @@ class Engine {
     PassInputs upload_pass(const std::vector<PromptChunk>& chunks, int64_t decoding, Tensor token_ids = {});
     void run_pass(const PassInputs& in, const Tensor& last_of_pass);
     void run_recorded_pass(const PassInputs& in);
-    // Of a pass over N tokens of prompts, beside so many rows of the batch; 0: it has no graph.
+    // Of a pass over N tokens of prompts, beside so many rows of the batch, which it pads; 0: it has no graph.
     int64_t recorded_rows(int64_t N, int64_t chunks, int64_t decoding) const;
-    int64_t padded_batch(int64_t sequences) const;
+    int64_t padded_batch(int64_t n) const;
     int64_t recorded_chunks() const { return std::min<int64_t>(options.slots, 4); }
     void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished, int64_t decoding);
     using PromptGroups = std::vector<std::vector<const Prompt*>>;
@@ -325,7 +326,8 @@ class Engine {
     void note_tokens(const PromptGroups& groups);
     void add_to_batch(const PromptGroups& groups);
     void upload_ended(const PromptGroups& groups);
-    void sample_batch();
+    void sample_batch(std::vector<std::pair<int64_t, int64_t>> prompt_losses);
+    bool can_join() const { return !options.outside_forward && !prompts_by_page() && !config.has_linear_attention(); }
     void grow_batch();
     void joint_step(const std::vector<Prompt>& prompts);
     void outside_decode_step();

@@ -93,9 +93,9 @@ struct Request {
 struct GenerateStatistics {
     int64_t prompt_tokens = 0;  // that were computed: not those that the cache had
     int64_t completion_tokens = 0;
-    int64_t decode_tokens =
-        0;  // that decode steps sampled: prefill samples the first one, an end token is in no completion
+    int64_t decode_tokens = 0;  // that decode steps sampled; an end token is in no completion
     int64_t steps = 0, step_sequences = 0, step_bytes = 0;  // decode steps; sequences and bytes summed over them
+    // A step that computes prompts, too, counts as prefill: its time, and what it samples.
     double prefill_seconds = 0, decode_seconds = 0;
 
     void add(const GenerateStatistics& other);

@@ -209,7 +209,10 @@ Prompt Scheduler::prompt_of(size_t slot, int64_t begin, int64_t end) const {
 // token than sequences for their next one. (A prompt of 2,000 tokens takes LLaMA 1B 7.5 ms on an H100.) A joint pass
 // has rows for the sequences, too.
 int64_t Scheduler::chunk_size() const {
-    if (chunk_tokens) return std::min(chunk_tokens, engine.options.prompt_tokens);
+    const int64_t joining = engine.most_joining();
+    const bool joint = engine.joins_at_all() && joining > 0;
+    const int64_t most = std::min(engine.options.prompt_tokens, joint ? joining : INT64_MAX);
+    if (chunk_tokens) return std::min(chunk_tokens, most);
     int64_t generating = 0, computing = 0;
     for (const Running& s : running) {
         generating += s.request && !s.computing && !s.suspended;
@@ -218,18 +221,20 @@ int64_t Scheduler::chunk_size() const {
     int64_t tokens = Engine::prompt_chunk_tokens();
     if (generating > 0) {
         const int64_t chunks = std::clamp<int64_t>(computing / generating, 1, MOST_CHUNKS_AT_ONCE);
-        tokens = std::min(tokens, engine.joins_at_all()
-                                      ? std::max(KV_PAGE, chunks * Engine::JOINT_PASS_ROWS - engine.joint_rows())
-                                      : chunks * Engine::PROMPT_TOKENS_BESIDE_DECODING);
+        tokens = std::min(tokens, joint ? std::max(KV_PAGE, chunks * Engine::JOINT_PASS_ROWS - engine.joint_rows())
+                                        : chunks * Engine::PROMPT_TOKENS_BESIDE_DECODING);
     }
-    return std::min(tokens, engine.options.prompt_tokens);
+    return std::min(tokens, most);
 }
 
-// The tokens that the next chunk computes of each prompt. They share it page by page, the oldest first, so that it never
-// stands still, then those that end soonest, so that a short prompt does not wait for long ones. Where bits are promised, chunks end where pages do, so that those of a prompt do
-// not depend on what else is computed. A prompt with logprobs is not cut, because they belong to one prefill.
+// The tokens that the next chunk computes of each prompt. They share it page by page, the oldest first, so that it
+// never stands still, then those that end soonest, so that a short prompt does not wait for long ones. Where bits are
+// promised, chunks end where pages do, so that those of a prompt do not depend on what else is computed. A prompt with
+// logprobs is not cut, because they belong to one prefill.
 Scheduler::Chunk Scheduler::next_chunk() const {
     Chunk chunk;
+    if (std::none_of(running.begin(), running.end(), [](const Running& s) { return s.request && s.computing; }))
+        return chunk;
     for (const size_t slot : by_arrival())
         if (running[slot].computing && running[slot].like < 0) chunk.shares.push_back({slot, 0});
     const auto left_of = [&](const std::pair<size_t, int64_t>& share) {
@@ -248,8 +253,8 @@ Scheduler::Chunk Scheduler::next_chunk() const {
             const int64_t begin = s.computed + share, rest = int64_t(s.request->context.size()) - begin;
             const bool whole = s.request->prompt_logprobs;
             int64_t part = whole ? rest : std::min(rest, KV_PAGE - begin % KV_PAGE);
-            if (!whole && !engine.promises_bits()) part = std::min(part, left);
-            if (part == 0 || (part > left && !(whole && left == size))) continue;
+            if (!whole && engine.joins_at_all()) part = std::min(part, left);
+            if (part <= 0 || (part > left && !(whole && left == size))) continue;
             share += part;
             left -= part;
             chunk.tokens += part;
@@ -292,20 +297,21 @@ void Scheduler::compute_chunk() {
     if (engine.joins_at_all() && (engine.pending() || engine.joins(chunk.tokens, chunk.ends_prompt))) return;
     std::vector<size_t> finished;
     const auto begin = Clock::now();
-    if (engine.pending()) return compute_behind_steps([&] { engine.prefill(prompts_of(chunk, finished)); });
+    if (engine.pending()) return time_on_stream([&] { engine.prefill(prompts_of(chunk, finished)); });
     engine.prefill(prompts_of(chunk, finished));
     remember_prompts(finished);
     if (!finished.empty()) read_step();
     statistics.prefill_seconds += seconds_since(begin);
 }
 
-// Computes prompts on the stream where steps may be in flight; their time is not that of decoding.
+// Computes prompts where steps may be in flight. The time counts as that of prompts, not of decoding.
 template <typename Compute>
-void Scheduler::compute_behind_steps(Compute compute) {
-    Timed& chunk = queued_chunks.emplace_back();
+void Scheduler::time_on_stream(Compute compute) {
+    Timed chunk;
     chunk.begin.record(engine.stream);
     compute();
     chunk.end.record(engine.stream);
+    queued_chunks.push_back(std::move(chunk));
 }
 
 void Scheduler::remember_prompts(const std::vector<size_t>& finished) {
@@ -344,12 +350,13 @@ void Scheduler::give_up(size_t slot) {
 // where the steps in flight must be read before that.
 bool Scheduler::queue_step() {
     const Chunk chunk = engine.joins_at_all() ? next_chunk() : Chunk{};
-    if (chunk.tokens > 0 && (!engine.joins(chunk.tokens, chunk.ends_prompt) || !has_room())) return false;
+    const bool joint = chunk.tokens > 0 && has_room() && engine.joins(chunk.tokens, chunk.ends_prompt);
+    if (chunk.tokens > 0 && !joint && engine.pending()) return false;
     if (!decoding) decode_begin = Clock::now();
     decoding = true;
-    if (chunk.tokens > 0) {
+    if (joint) {
         std::vector<size_t> finished;
-        compute_behind_steps([&] { engine.decode(prompts_of(chunk, finished)); });
+        time_on_stream([&] { engine.decode(prompts_of(chunk, finished)); });
         remember_prompts(finished);
         return true;
     }
@@ -396,6 +403,8 @@ void Scheduler::read_step() {
         finish(slot);
     }
     if (decoding && !engine.pending()) {
+        if (!queued_chunks.empty()) queued_chunks.back().end.wait();
+        count_queued_chunks();
         statistics.decode_seconds += seconds_since(decode_begin);
         decoding = false;
     }

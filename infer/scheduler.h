@@ -6,12 +6,12 @@
 //
 // Requests start in the order of their arrival. One that the cache has no pages for waits, and so do those after it.
 // Prompts are computed in chunks (continuous batching, Yu et al. 2022, "Orca"; chunked prefill, Agrawal et al. 2024,
-// "Sarathi-Serve"): in the pass of a step where the engine's bits may depend on the batch (Engine::joins_at_all()), else
-// between steps. A running sequence waits for at most one chunk, which all prompts share, so that a short one does not
-// wait for a long one. A chunk that ends no prompt is queued behind the steps in flight.
-// Where a step lacks pages, the youngest sequence is suspended: its keys and values go to the host, and it continues
-// with the same bits before any waiting request starts. A request whose prompt is being computed for an earlier one
-// shares its pages.
+// "Sarathi-Serve"): in the pass of a step where the engine's bits may depend on the batch (Engine::joins_at_all()),
+// else between steps. A running sequence waits for at most one chunk, which all prompts share, so that a short one does
+// not wait for a long one. A chunk, or a step with one, that ends no prompt is queued behind the steps in flight. Where
+// a step lacks pages, the youngest sequence is suspended: its keys and values go to the host, and it continues with the
+// same bits before any waiting request starts. A request whose prompt is being computed for an earlier one shares its
+// pages.
 //
 // What a request samples does not depend on the others (infer/engine.h).
 #pragma once
@@ -27,10 +27,10 @@
 
 class Scheduler {
   public:
-    // chunk_tokens: most tokens of prompts in or between two decode steps, a multiple of KV_PAGE; 0: what
-    // Engine::JOINT_PASS_ROWS leaves, or PROMPT_TOKENS_BESIDE_DECODING, or n ≤ 8 times as many where n times as many
-    // prompts are computed as sequences generate, or prompt_chunk_tokens() where none does. done is called for each
-    // request that ends; it must not call the scheduler.
+    // chunk_tokens: most tokens of prompts in a decode step or between two, a multiple of KV_PAGE. 0: n times
+    // Engine::PROMPT_TOKENS_BESIDE_DECODING, in a step n times JOINT_PASS_ROWS less the sequences' rows, where n ≤ 8
+    // times as many prompts are computed as sequences generate; prompt_chunk_tokens() where none does. done is called
+    // for each request that ends; it must not call the scheduler.
     Scheduler(Engine& engine, const ContextPolicy& policy, std::function<void(const Request&)> done = {},
               int64_t chunk_tokens = 0);
 
@@ -39,7 +39,7 @@ class Scheduler {
     // Ends a request that has not ended, with what it has generated; its step in flight is discarded.
     void cancel(Request& request, const char* reason = "cancelled");
     void cancel_all(const char* reason);
-    // Starts what can start, computes at most one chunk of prompts, queues decode steps and reads one. Returns whether
+    // Starts what can start, queues decode steps, with or after a chunk of prompts each, and reads one. Returns whether
     // there is more to do.
     bool step();
 
@@ -82,7 +82,7 @@ class Scheduler {
     std::vector<Prompt> prompts_of(const Chunk& chunk, std::vector<size_t>& finished);
     void compute_chunk();
     template <typename Compute>
-    void compute_behind_steps(Compute compute);
+    void time_on_stream(Compute compute);
     void remember_prompts(const std::vector<size_t>& finished);
     void make_room();
     void give_up(size_t slot);

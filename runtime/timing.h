@@ -32,11 +32,11 @@ inline bool draws_full_power(double milliseconds) {
 }
 
 // Milliseconds of each candidate, all of which must have run once before: medians of interleaved samples, five short
-// ones or three long ones. Of long ones, whose time is that of starting a model, candidates that are CLEARLY_SLOWER
-// than the fastest in the first turn have one.
+// ones or three long ones. Long ones take the time of starting a model: a candidate that is CLEARLY_SLOWER than the
+// fastest in the first turn has no others, and infinity.
 inline std::vector<double> time_in_turns(const std::vector<std::function<void()>>& work, Stream stream,
                                          double sample_ms) {
-    constexpr double CLEARLY_SLOWER = 1.04;  // one long sample differs from the next by less (docs/log/matmul.md)
+    constexpr double CLEARLY_SLOWER = 1.04;  // so in one turn, no candidate was the fastest of two (docs/log/matmul.md)
     const bool long_samples = sample_ms > SHORT_SAMPLE_MS;
     const int num_samples = long_samples ? 3 : 5;
     const double max_runs = 20 * sample_ms;
@@ -57,8 +57,9 @@ inline std::vector<double> time_in_turns(const std::vector<std::function<void()>
     std::vector<double> medians;
     for (std::vector<double>& of_one : samples) {
         const auto middle = of_one.begin() + std::ptrdiff_t(of_one.size() / 2);
+        const bool dropped = long_samples && is_slower(of_one);
         std::nth_element(of_one.begin(), middle, of_one.end());
-        medians.push_back(*middle);
+        medians.push_back(dropped ? std::numeric_limits<double>::infinity() : *middle);
     }
     return medians;
 }

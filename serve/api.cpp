@@ -13,12 +13,29 @@ using nlohmann::json;
 namespace {
 
 using http::BAD_REQUEST, http::NOT_FOUND;
-constexpr int64_t MOST_N = 128, MOST_PROMPTS = 256, MOST_STOPS = 16;
+constexpr int64_t MOST_N = 128, MOST_PROMPTS = 256, MOST_STOPS = 16, MOST_LEVELS = 100;
 
+// Whether JSON text is nested more than `levels` deep. Of other text it may say anything.
+bool is_deeper(const std::string& text, int64_t levels) {
+    bool in_string = false;
+    int64_t level = 0;
+    for (size_t i = 0; i < text.size() && level <= levels; i++) {
+        const char c = text[i];
+        if (c == '"') in_string = !in_string;
+        if (in_string)
+            i += c == '\\';
+        else
+            level += (c == '[' || c == '{') - (c == ']' || c == '}');
+    }
+    return level > levels;
+}
+
+// Reads the body once, and again only to say what is wrong with it: a body of 8,000 ids takes 0.3 ms each time, and the
+// answer to them 6 ms where the cache has their keys.
 json parse_object(const std::string& body) {
-    const std::string fault = json_fault(body);
-    if (!fault.empty()) throw ApiError(BAD_REQUEST, "the body is " + fault);
-    json object = json::parse(body, nullptr, false);
+    const bool whole = body.find('\0') == std::string::npos && !is_deeper(body, MOST_LEVELS);
+    json object = whole ? json::parse(body, nullptr, false) : json(json::value_t::discarded);
+    if (object.is_discarded()) throw ApiError(BAD_REQUEST, "the body is " + json_fault(body, MOST_LEVELS));
     if (!object.is_object()) throw ApiError(BAD_REQUEST, "the body is not a JSON object");
     return object;
 }
@@ -180,16 +197,18 @@ void take_prompts(Fields& f, const ServedModel& m, CompletionCall& call) {
     if (!f.has("prompt")) throw ApiError(BAD_REQUEST, "'prompt' is missing", "prompt");
     const json& given = f.at("prompt");
     const auto ids = [&](const json& x) { return x.is_array() && !x.empty() && x[0].is_number(); };
-    const json list = given.is_array() && !ids(given) ? given : json::array({given});
-    if (list.empty() || int64_t(list.size()) > MOST_PROMPTS) f.wrong("prompt", str("1 to ", MOST_PROMPTS, " prompts"));
-    for (const json& prompt : list) {
+    const auto take = [&](const json& prompt) {
         if (prompt.is_string())
             call.prompts.push_back(tokens_of_text(prompt.get_ref<const std::string&>(), m));
         else if (ids(prompt))
             call.prompts.push_back(token_ids(f, "prompt", prompt, m));
         else
             f.wrong("prompt", "a string, token ids, or a list of either");
-    }
+    };
+    if (!given.is_array() || ids(given)) return take(given);
+    if (given.empty() || int64_t(given.size()) > MOST_PROMPTS)
+        f.wrong("prompt", str("1 to ", MOST_PROMPTS, " prompts"));
+    for (const json& prompt : given) take(prompt);
 }
 
 std::string content_of(const json& message, const std::string& where) {

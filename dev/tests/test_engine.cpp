@@ -67,7 +67,7 @@ TEST_P(ModelVariants, PromptsJoinSteps) {
     for (const DType dtype : generation_dtypes(config())) {
         Driver d(config(), training_shape(1, T, dtype));
         d.randomise(3);
-        EngineOptions o = engine_options(4, 16);
+        EngineOptions o = engine_options(40, 16);
         o.joint_passes = true;
         Generation g(d.model, o);
         std::map<int64_t, std::vector<int32_t>> sequences;  // by slot
@@ -120,9 +120,26 @@ TEST_P(ModelVariants, PromptsJoinSteps) {
     }
 }
 
+// A step takes pages for its sequences and for its prompts: of two that are left a prompt of two pages gets none.
+TEST(Engine, JoiningPromptsLeavePagesToTheSequences) {
+    Driver d(long_config("SS"), training_shape(1, 8));
+    d.randomise(3);
+    EngineOptions o = engine_options(2, 3 * KV_PAGE);
+    o.joint_passes = true;
+    o.cache_pages = 3;
+    Generation g(d.model, o);
+    g.prefill({{0, random_tokens(d.model.config, KV_PAGE, 1), 0, 0}});
+    Prompt two_pages{1, random_tokens(d.model.config, KV_PAGE + 1, 2), 1, 0};
+    expect_error([&] { g.engine.decode({two_pages}); }, "engine: the KV cache has too few free pages for the prompts");
+    two_pages.tokens.pop_back();
+    g.engine.decode({two_pages});
+    EXPECT_EQ(g.engine.next().slots, (std::vector<int64_t>{0, 1}));
+    EXPECT_EQ(g.engine.pages_in_use(), 3);
+}
+
 // Passes that are graphs on a GPU (Engine::recorded_rows()): over prompts of unequal length, some with a past of more
-// than a page, and with one adapter for all of them; as many chunks as a graph has, fewer and more. Then the same beside
-// the sequences that generate, in one pass. Does not test gated linear attention in 16 bits, as ManySequences.
+// than a page, and with one adapter for all of them; as many chunks as a graph has, fewer and more. Then the same
+// beside the sequences that generate, in one pass. Does not test gated linear attention in 16 bits, as ManySequences.
 TEST_P(GenerationByType, RecordedPasses) {
     using Pass = std::vector<std::pair<int64_t, int64_t>>;  // slot, tokens
     const Pass passes[] = {{{2, 200}},
@@ -139,7 +156,8 @@ TEST_P(GenerationByType, RecordedPasses) {
             const RandomAdapters adapters(d.model, 1, 8);
             if (adapted) adapters.merge_into(merged, d, 0);
             EngineOptions o = engine_options(6, 900);
-            o.joint_passes = o.all_batch_sizes = true;
+            o.all_batch_sizes = true;
+            if (!c.has_linear_attention()) o.joint_passes = true;
             Generation g(d.model, o, adapted ? &adapters : nullptr, adapted);
             std::vector<std::vector<int32_t>> sequences(6);
             std::map<int64_t, int32_t> sampled;  // by slot that generates

@@ -136,8 +136,8 @@ class RlTest(TrainingTest):
         self.assertGreater(len({tuple(of_step) for of_step in texts.values()}), 1)  # in another order
 
     def test_resumes_to_the_bit(self):
-        for name, options in {"muon": ["--optimizer", "muon"], "lora": ["--lora-rank", 2, "--kl", 0.05],
-                              "qlora": ["--lora-rank", 2, "--qlora"],
+        for name, options in {"muon": ["--optimizer", "muon"], "lora": ["--lora-rank", 8, "--lora-alpha", 16, "--kl", 0.05],
+                              "qlora": ["--lora-rank", 8, "--lora-alpha", 8, "--qlora"],
                               "updates": ["--updates-per-rollout", 3, "--recompute", "block", "--temperature", 0.7]
                               }.items():
             with self.subTest(name):
@@ -222,7 +222,7 @@ class RlTest(TrainingTest):
                 # B is 0. On a GPU the pass without adapters has other matmuls: a log-probability d ≤ 8·2⁻²⁴·5 off, and
                 # d²/2 of divergence.
                 self.assertLessEqual(values[0], 3e-12 if cuda() else 0)
-                self.assertGreater(values[-1], 0)
+                self.assertGreater(values[2], 1e-9)  # the first update of the second rollout: π_θ is π_old, not the reference
         self.assertEqual([names for names in states.values() if len(names) > 1], [])
         # A step's size is not part of the mathematics: batches hold other completions.
         sizes = [log(self.rl(f"batch_{size}", *several, "--batch-size", size)) for size in (1, 3)]

@@ -389,6 +389,14 @@ class ServeTest(ChatModelTest):
             status, headers, answer = self.server.ask("POST", "/v1/completions", body)
             self.assertEqual((status, headers["Content-Type"]), (400, "application/json"), body[:40])
             self.assertLess(len(json.loads(answer)["error"]["message"]), 300, body[:40])
+        nested, more = (b'{"model": "tiny", "prompt": "x", "user": ' + b"[" * n + b"]" * n + b"}" for n in (99, 100))
+        for body, fault in [(nested, "'user' is"), (more, "nested more than 100 deep"),
+                            (valid.encode() + b"\0", "NUL at byte"), (valid.encode()[:-1], "broken JSON at byte")]:
+            status, _, answer = self.server.ask("POST", "/v1/completions", body)
+            self.assertEqual(status, 400)
+            self.assertIn(fault, json.loads(answer)["error"]["message"])
+        for text in ("[{" * 60, '"' + "[{" * 60, '\\"' + "[" * 120 + "\\"):  # are no levels
+            self.ask(prompt=text, max_tokens=1)
         for method, path, status in [
             ("GET", "/nothing", 404), ("POST", "/v1/models", 405), ("GET", "/v1/completions", 405),
             ("DELETE", "/health", 405), ("GET", "/health", 200), ("HEAD", "/health", 200),

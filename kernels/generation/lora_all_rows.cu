@@ -10,7 +10,8 @@
 //
 // LLaMA 8B, bf16, 256 rows, R = 16, blocks of 128 rows and 32 outputs: qkv (6,144 outputs) has 2 · 192 = 384
 // blocks, 2.9 for each of an H200's 132 SMs, proj and fcproj (4,096) 256, 1.9 an SM, and fc (28,672) 1,792, 13.6 an SM,
-// of which 5 are resident. fc reads and writes 14.7 MB of y, all four layers 22 MB: 8 µs at 5.5 TB/s of L2 (estimated).
+// of which 5 are resident. fc reads 14.7 MB of y and writes as much, all four layers 44 MB: 8 µs at 5.5 TB/s of L2
+// (estimated).
 // A lane loads its 64 bytes of y before all else: 8 KiB a block.
 #include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/pdl.cuh"

@@ -41,7 +41,7 @@ inline AdapterSizes check_adapters(const char* op, DType dtype, const Tensor& lo
 
 inline AdapterSizes check_only_adapter(const char* op, DType dtype, const Tensor& y, const Tensor& h,
                                        const AdapterWeights& w) {
-    check_matrix(op, "y", y, dtype);
+    check_matrix(op, "y", y, dtype);  // it has rows
     const int64_t parts = check_adapter_weights(op, dtype, w), OC = w.b.shape[0], R = w.b.shape[2], N = y.shape[0];
     require(w.a.shape[0] == 1, op, ": ", w.a.shape[0], " adapters, expected 1");
     check_matrix(op, "y", y, N, OC, Given::Required, dtype);

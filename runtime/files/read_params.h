@@ -59,8 +59,8 @@ class ParamReader {
     // used with Takers::AllThreads alone.
     void read(const StoredPart& part, int64_t begin, int64_t count, const TakeValues& take,
               RangeChecksum* checksum = nullptr, const FindValues& find = {});
-    // For WeightArenas::store() within TakeValues: pinned memory for the values rounded to 16 bits, which stays
-    // unchanged as they do. Null with Takers::AllThreads.
+    // For WeightArenas::store() within TakeValues, with its values: pinned memory for them rounded to 16 bits, which
+    // stays unchanged as they do. Null with Takers::AllThreads.
     uint16_t* rounded(float* values) const;
 
   private:
