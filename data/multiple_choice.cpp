@@ -13,7 +13,8 @@ using nlohmann::json;
 std::vector<Question> read_questions(const std::string& path) {
     std::vector<Question> questions;
     for_each_line(path, [&](const std::string& line, int64_t number) {
-        const json q = json_fault(line).empty() ? json::parse(line) : json();
+        std::string fault;
+        const json q = parse_json(line, fault);
         const bool one = q.is_object() && q.value("endings", json()).is_array() && q["endings"].size() == 1;
         const bool shaped = q.is_object() && q.value("ctx", json()).is_string() &&
                             q.value("endings", json()).is_array() &&

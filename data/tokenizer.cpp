@@ -119,10 +119,11 @@ struct Tokenizer::Impl {
     // beside: the model whose tokenizer.json the text is.
     Impl(const std::string& text, std::string shown_as, const ModelFiles& beside) : file(std::move(shown_as)) {
         byte_id.fill(-1);
-        const std::string fault = json_fault(text);
+        std::string fault;
+        const json value = parse_json(text, fault);
         require(fault.empty(), file, ": not a valid tokenizer.json: ", fault, "; the file is damaged");
         try {
-            read(json::parse(text), read_declared_tokens(beside));
+            read(value, read_declared_tokens(beside));
         } catch (const json::exception& e) {
             const std::string text_of_library = e.what(), what = text_of_library.substr(text_of_library.find("] ") + 2);
             throw Error(str(file, ": not a valid tokenizer.json: ", what));  // without its "[json.exception.…] "

@@ -213,7 +213,8 @@ class VerifierCommand::Process {
     }
 
     double reward_in(const std::string& line) const {
-        const json found = json_fault(line).empty() ? json::parse(line) : json();
+        std::string fault;
+        const json found = parse_json(line, fault);
         const json reward = found.is_object() ? found.value("reward", json()) : json();
         const bool valid = found.is_object() && found.value("id", json()) == id && reward.is_number() &&
                            reward.get<double>() >= 0 && reward.get<double>() <= 1;

@@ -36,8 +36,8 @@ class PackedWeights {
     const PackedWeight* find(const Param& p) const;
 
     // Reads the packed matrices of a model. Returns load_weights()' warning about values that are not finite, which
-    // Bf16 alone may have, and a line for an embedding or head of a GGUF file that
-    // is rounded although other matrices keep their codes.
+    // Bf16 alone may have, and a line for an embedding or head of a GGUF file that is rounded although other matrices
+    // keep their codes.
     std::string load(const ModelSource& source, const ParamTable& table) const;
     // Random weights, as initialise_weights() makes them.
     void randomise(const ParamTable& table, uint64_t seed) const;

@@ -1,6 +1,7 @@
 #include "infer/scheduler.h"
 
 #include <algorithm>
+#include <cstdint>
 
 #include "runtime/timing.h"
 

@@ -79,10 +79,11 @@ std::vector<std::unique_ptr<Job>> random_jobs(const ModelConfig& c, uint64_t see
     return jobs;
 }
 
-EngineOptions options_of(int64_t slots, int64_t context, int64_t pages) {
+EngineOptions options_of(int64_t slots, int64_t context, int64_t pages, bool joint = false) {
     EngineOptions o = engine_options(slots, context, 1);
     o.cache_pages = pages;
-    o.batch_invariant = true;
+    o.batch_invariant = !joint;
+    o.joint_passes = joint;
     o.sampling_classes = sampling_class::ANY;
     o.prompt_logprobs = true;
     return o;
@@ -160,9 +161,7 @@ TEST_P(GenerationByType, EachRequestOfAScheduleHasTheTokensThatItHasAlone) {
             if (joint && c.has_linear_attention()) continue;
             SCOPED_TRACE(str(dtype_name(dtype), ", ", slots, " slots, ", pages, " pages, ", adapted, " adapters",
                              joint ? ", joint passes" : ""));
-            EngineOptions o = options_of(slots, 760, pages);
-            o.joint_passes = joint;
-            o.batch_invariant = !joint;
+            EngineOptions o = options_of(slots, 760, pages, joint);
             Generation together(d.model, o, adapted ? &adapters : nullptr, adapted),
                 alone(d.model, options_of(1, 760, 0), adapted ? &adapters : nullptr, adapted);
             for (int64_t round = 0; round < fuzz_rounds(); round++) {
@@ -284,9 +283,7 @@ TEST(Scheduler, RunningSequencesWaitForOneChunk) {
     Driver driver(c, training_shape(1, 8));
     driver.randomise(3);
     for (const bool joint : {false, true}) {
-        EngineOptions o = options_of(2, 700, 0);
-        o.joint_passes = joint;
-        o.batch_invariant = !joint;
+        EngineOptions o = options_of(2, 700, 0, joint);
         o.prompt_tokens = KV_PAGE;  // with the running sequence a step does not hold a whole chunk
         Generation g(driver.model, o);
         Job running(random_tokens(c, 3, 1), 0, 40), late(random_tokens(c, 600, 2), 1, 5);
@@ -366,9 +363,7 @@ TEST(Scheduler, OthersWaitForAWholePrompt) {
     Driver driver(c, training_shape(1, 8));
     driver.randomise(3);
     for (const bool joint : {false, true}) {
-        EngineOptions o = options_of(3, 700, 0);
-        o.joint_passes = joint;
-        o.batch_invariant = !joint;
+        EngineOptions o = options_of(3, 700, 0, joint);
         Generation g(driver.model, o);
         std::vector<std::unique_ptr<Job>> jobs;
         for (const int64_t n : {3, 300, 200})

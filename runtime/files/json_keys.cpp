@@ -155,6 +155,32 @@ std::string json_fault(std::string_view text, size_t max_depth, bool unique_keys
 
 namespace {
 
+// Whether JSON text is nested more than MOST_JSON_LEVELS deep. Of other text it may say anything.
+bool is_too_deep(std::string_view text) {
+    bool in_string = false;
+    int64_t level = 0;
+    for (size_t i = 0; i < text.size() && level <= int64_t(MOST_JSON_LEVELS); i++) {
+        const char c = text[i];
+        if (c == '"') in_string = !in_string;
+        if (in_string)
+            i += c == '\\';
+        else
+            level += (c == '[' || c == '{') - (c == ']' || c == '}');
+    }
+    return level > int64_t(MOST_JSON_LEVELS);
+}
+
+}  // namespace
+
+json parse_json(std::string_view text, std::string& fault) {
+    const bool whole = text.find('\0') == std::string_view::npos && !is_too_deep(text);
+    json value = whole ? json::parse(text, nullptr, false) : json(json::value_t::discarded);
+    fault = value.is_discarded() ? json_fault(text) : "";
+    return value;
+}
+
+namespace {
+
 constexpr int64_t LONGEST = int64_t(1) << 28;  // bytes of a file
 
 // The text of a JSON file, without faults.

@@ -2,16 +2,22 @@
 // expected.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
 
+constexpr size_t MOST_JSON_LEVELS = 100;  // of objects and arrays in each other
+
 // What is wrong with JSON text, as "broken JSON at byte 7", or "". Text without a fault can be parsed without an
 // exception, and code may recurse over its values. In linear time, which the JSON library's parser does not take if it
 // calls back. unique_keys: a key given twice is a fault, of which the JSON library would keep the last value only.
-std::string json_fault(std::string_view text, size_t max_depth = 100, bool unique_keys = false);
+std::string json_fault(std::string_view text, size_t max_depth = MOST_JSON_LEVELS, bool unique_keys = false);
+
+// The value of JSON text. fault: what json_fault() finds; then there is no value. Text without a fault is read once.
+nlohmann::json parse_json(std::string_view text, std::string& fault);
 
 // Writes a JSON object and flushes it; reads one, with an Error if it is damaged or not an object. ordered: with the
 // keys in the order of the file.

@@ -2,6 +2,7 @@
 // arena, in large blocks of pinned memory for a device.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <utility>
 
