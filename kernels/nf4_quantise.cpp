@@ -1,5 +1,7 @@
 // What both backends share: quantisation to NF4 on the host, and weights of several matrices.
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <vector>
 
@@ -32,28 +34,41 @@ std::array<float, 256> nf4_absmax_values() {
 
 namespace {
 
-// The index of the value nearest to x; of two as near the smaller. Compared with their middle, rounded, as bitsandbytes
-// does: 16-bit weights hit it, and SmolLM2-135M's first loss differs by 3e-4 if they round to the other side.
-template <typename Values>
-uint8_t nearest(const Values& values, float x) {
-    const auto above = std::lower_bound(std::begin(values), std::end(values), x);
-    if (above == std::begin(values)) return 0;
-    const auto below = above - 1;
-    const auto found = above != std::end(values) && x > (*below + *above) / 2 ? above : below;
-    return uint8_t(found - std::begin(values));
+// The middles of neighbouring values, rounded. As many of them as lie below x is the index of the value nearest to x;
+// of two as near the smaller, as bitsandbytes does: 16-bit weights hit a middle, and SmolLM2-135M's first loss differs
+// by 3e-4 if they round to the other side.
+template <size_t N>
+std::array<float, N - 1> middles_of(const std::array<float, N>& values) {
+    std::array<float, N - 1> middles;
+    for (size_t i = 0; i + 1 < N; i++) middles[i] = (values[i] + values[i + 1]) / 2;
+    return middles;
 }
 
+// The bits of numbers without their signs rise with their magnitudes, to infinity and then NaN.
 float absmax_of(const float* x, int64_t n) {
-    float largest = 0;
-    for (int64_t i = 0; i < n; i++) largest = std::isnan(x[i]) ? x[i] : std::max(largest, std::fabs(x[i]));
-    return largest;
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu);
+    return std::bit_cast<float>(largest);
 }
 
-// codes[i] = the value nearest to x[i] / absmax, in [-1, 1].
-template <typename Values, typename Store>
-void encode(const Values& values, const float* x, int64_t n, float absmax, Store store) {
-    const float inverse = 1.0f / std::max(absmax, 1e-38f);
-    for (int64_t i = 0; i < n; i++) store(i, nearest(values, std::clamp(x[i] * inverse, -1.0f, 1.0f)));
+float scaled(float x, float inverse) {
+    return std::clamp(x * inverse, -1.0f, 1.0f);
+}
+
+float inverse_of(float absmax) {
+    return 1.0f / std::max(absmax, 1e-38f);
+}
+
+constexpr std::array<float, 16> NF4 = std::to_array(NF4_VALUES);
+
+// The codes of a block of weights, one a byte. Each weight is compared with all middles, so that the compiler encodes
+// many weights at once.
+void encode_block(const std::array<float, 15>& middles, const float* x, float absmax, uint8_t* codes) {
+    const float inverse = inverse_of(absmax);
+    int32_t below[NF4_BLOCK] = {};
+    for (const float middle : middles)
+        for (int64_t i = 0; i < NF4_BLOCK; i++) below[i] += scaled(x[i], inverse) > middle;
+    for (int64_t i = 0; i < NF4_BLOCK; i++) codes[i] = uint8_t(below[i]);
 }
 
 }  // namespace
@@ -67,20 +82,22 @@ float nf4_quantise(const Nf4Weights& out, Tensor inp, int64_t first, int64_t end
     const float* x = inp.as<float>();
     uint8_t *codes = out.codes.as<uint8_t>(), *absmax_codes = out.absmax_codes.as<uint8_t>();
     std::vector<float> absmax(static_cast<size_t>(blocks)), top(absmax.size());  // top: the largest |NF4_VALUES[code]|
+    const std::array<float, 15> middles = middles_of(NF4);
 #pragma omp parallel for schedule(static)
     for (int64_t b = 0; b < blocks; b++) {
         const float* const block = x + b * NF4_BLOCK;
-        float& largest = absmax[size_t(b)];
-        largest = absmax_of(block, NF4_BLOCK);
-        // Values rise with codes, so the code of the largest magnitude is that of the least or the greatest weight.
-        const auto [least, greatest] = std::minmax_element(block, block + NF4_BLOCK);
-        const float ends[] = {*least, *greatest};
-        encode(NF4_VALUES, ends, 2, largest,
-               [&](int64_t, uint8_t code) { top[size_t(b)] = std::max(top[size_t(b)], std::fabs(NF4_VALUES[code])); });
+        uint8_t of_block[NF4_BLOCK];
+        absmax[size_t(b)] = absmax_of(block, NF4_BLOCK);
+        encode_block(middles, block, absmax[size_t(b)], of_block);
+        uint8_t least = 15, greatest = 0;
+        for (const uint8_t code : of_block) {
+            least = std::min(least, code);
+            greatest = std::max(greatest, code);
+        }
+        top[size_t(b)] = std::max(std::fabs(NF4[least]), std::fabs(NF4[greatest]));
         if (b * NF4_BLOCK < first || b * NF4_BLOCK >= end) continue;
-        uint8_t* to = codes + b * NF4_BLOCK / 2;
-        encode(NF4_VALUES, block, NF4_BLOCK, largest,
-               [&](int64_t i, uint8_t code) { to[i / 2] = i % 2 ? uint8_t(to[i / 2] | code) : uint8_t(code << 4); });
+        for (int64_t i = 0; i < NF4_BLOCK; i += 2)
+            codes[(b * NF4_BLOCK + i) / 2] = uint8_t(of_block[i] << 4 | of_block[i + 1]);
     }
     double sum = 0;
     for (const float a : absmax) sum += a;
@@ -88,15 +105,19 @@ float nf4_quantise(const Nf4Weights& out, Tensor inp, int64_t first, int64_t end
     const float mean = float(sum / double(blocks));
     for (float& a : absmax) a -= mean;
     const std::array<float, 256> values = nf4_absmax_values();
+    const std::array<float, 255> middles_of_absmax = middles_of(values);
     float amax = 0;
+#pragma omp parallel for schedule(static) reduction(max : amax)
     for (int64_t begin = 0; begin < blocks; begin += NF4_GROUP) {
         const int64_t count = std::min(NF4_GROUP, blocks - begin);
-        float& largest = out.group_absmax.as<float>()[begin / NF4_GROUP];
-        largest = absmax_of(&absmax[size_t(begin)], count);
-        encode(values, &absmax[size_t(begin)], count, largest, [&](int64_t i, uint8_t code) {
-            absmax_codes[begin + i] = code;
-            amax = std::max(amax, std::fabs(top[size_t(begin + i)] * nf4_absmax(values[code], largest, mean)));
-        });
+        const float largest = absmax_of(&absmax[size_t(begin)], count), inverse = inverse_of(largest);
+        out.group_absmax.as<float>()[begin / NF4_GROUP] = largest;
+        for (int64_t b = begin; b < begin + count; b++) {
+            const auto above = std::lower_bound(middles_of_absmax.begin(), middles_of_absmax.end(),
+                                                scaled(absmax[size_t(b)], inverse));
+            absmax_codes[b] = uint8_t(above - middles_of_absmax.begin());
+            amax = std::max(amax, std::fabs(top[size_t(b)] * nf4_absmax(values[absmax_codes[b]], largest, mean)));
+        }
     }
     *out.mean.as<float>() = mean;
     return amax;

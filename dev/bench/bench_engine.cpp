@@ -2,16 +2,14 @@
 // host that reads the tokens.
 //
 //   poisson   requests arrive at random times (a Poisson process), half of them with prompts of 128 tokens and half
-//   with
-//             2,000; each generates 256. Counters: tokens/s, time to first token of the short and of the long prompts
-//             and gap between the tokens of a sequence, at the 50th and 99th percentile, and sequences per step
+//             with 2,000; each generates 256. Counters: tokens/s, time to first token of the short and of the long
+//             prompts and gap between the tokens of a sequence, at the 50th and 99th percentile, and sequences per step
 //   together  N sequences from the start, prompts of 128 tokens, or of 128 and 2,000: the gap to compare poisson's with
 //   adapters  the same with 128 tokens, each row with one of several LoRA adapters of rank 16, or all without one
 //   group     N completions of one prompt: the time until all have their first token
 //   many      N sequences of 300 tokens in the KV memory of 64 sequences of 2,048: how many run at once
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <memory>
 #include <utility>
 
@@ -115,11 +113,8 @@ void poisson(benchmark::State& state) {
         LoadedEngine& m = engine_of(64, context, 0);
         runs++;
         Run run;
-        double at = 0;
-        std::vector<double> arrivals;
+        const std::vector<double> arrivals = poisson_arrivals(rate, count);
         for (int64_t i = 0; i < count; i++) {
-            at -= std::log1p(-uniform01(philox(5, uint64_t(i), 0).v[0], 0)) / rate;
-            arrivals.push_back(at);
             run.add(i % 2 ? 2000 : 128, 256, m.engine.config.vocab_size);
             run.requests.back()->request.tokens[0] = runs;  // no prompt is in the cache from an earlier run
         }

@@ -5,7 +5,7 @@
 //   first     one stream after the other, prompts of 128 tokens: the time to the first token of an idle server
 //   streams   N streams from the start, prompts of 128 tokens and 256 generated ones
 //   arrivals  requests at random times (a Poisson process), half of them with prompts of 128 tokens and half with
-//             2,000; each generates 256: the counters of bench_engine's poisson
+//             2,000; each generates 256: the load and the counters of bench_engine's poisson
 //   prefix    two prompts that share their first tokens, and the time to the first token of each
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
@@ -207,14 +207,12 @@ void arrivals(benchmark::State& state) {
     if (!has_server(state)) return;
     for (auto _ : state) {
         std::vector<Request> all(size_t(state.range(1)));
-        std::mt19937 numbers(5);
-        std::exponential_distribution<double> pause{double(state.range(0))};
-        std::chrono::duration<double> at{0.1};
-        const Clock::time_point begin = Clock::now();
+        const std::vector<double> seconds = poisson_arrivals(double(state.range(0)), state.range(1));
+        const Clock::time_point begin = Clock::now() + std::chrono::milliseconds(100);  // the threads have started then
         for (size_t i = 0; i < all.size(); i++) {
-            at += std::chrono::duration<double>(pause(numbers));
             all[i].prompt = random_prompt(i % 2 ? 2000 : 128);
-            all[i].begin = begin + std::chrono::duration_cast<Clock::duration>(at);
+            all[i].begin =
+                begin + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds[i]));
         }
         report(state, all, run_all(all));
         report_first_tokens(state, all, 128, "first token of 128");

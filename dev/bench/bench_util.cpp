@@ -112,6 +112,14 @@ void report_tokens(benchmark::State& state, double tokens) {
     state.counters["tokens/s"] = benchmark::Counter(tokens, benchmark::Counter::kIsIterationInvariantRate);
 }
 
+std::vector<double> poisson_arrivals(double per_second, int64_t count) {
+    std::vector<double> seconds;
+    double at = 0;
+    for (int64_t i = 0; i < count; i++)
+        seconds.push_back(at -= std::log1p(-uniform01(philox(5, uint64_t(i), 0).v[0], 0)) / per_second);
+    return seconds;
+}
+
 double percentile(std::vector<double> values, double p) {
     if (values.empty()) return NAN;
     std::sort(values.begin(), values.end());

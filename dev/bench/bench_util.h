@@ -56,6 +56,10 @@ void report_bytes(benchmark::State& state, double bytes);
 void report_flops(benchmark::State& state, double flops, DType T = DType::F32);
 void report_tokens(benchmark::State& state, double tokens);
 
+// Seconds from the beginning at which `count` requests arrive: a Poisson process of `per_second` requests, the same in
+// each call, so that times of the engine and of the server are of one load.
+std::vector<double> poisson_arrivals(double per_second, int64_t count);
+
 // Of these values, the one with a fraction p of them below it; NaN without values.
 double percentile(std::vector<double> values, double p);
 

@@ -532,6 +532,18 @@ TEST_P(MatmulDTypes, TunedMatmulsMatchOracleAndRepeat) {
     const std::string choices = matmul_choices(tuned);
     EXPECT_EQ(lines(choices), header + int64_t(matmuls.size())) << choices;
 
+    // The one that adds to its output takes the other's choice, time included. The table lists them side by side.
+    std::istringstream table(choices);
+    int pairs = 0;
+    for (std::string line, next; std::getline(table, line);) {
+        const size_t at = line.find(" 0 none ");
+        if (at == std::string::npos) continue;
+        ASSERT_TRUE(std::getline(table, next));
+        EXPECT_EQ(next, line.replace(at, 2, " 1"));
+        pairs++;
+    }
+    EXPECT_EQ(pairs, 4);
+
     // Another stream that adopts them gives the same bits, and the same table.
     const OwnStream other;
     ASSERT_TRUE(matmul_use_choices(choices, other));

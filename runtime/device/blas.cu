@@ -287,6 +287,31 @@ GemmPlan make_plan(const Blas& blas, const char* op, const GemmKey& key) {
     return plan;
 }
 
+// The library's answer whether it can run the plan's algorithm with its descriptors in the workspace.
+bool can_run(const Blas& blas, GemmPlan& plan) {
+    cublasLtMatmulHeuristicResult_t result{};
+    return cublasLtMatmulAlgoCheck(blas.handle, &plan.desc, &plan.b, &plan.a, &plan.out, &plan.out, &plan.algorithm,
+                                   &result) == CUBLAS_STATUS_SUCCESS &&
+           result.workspaceSize <= Blas::WORKSPACE_BYTES;
+}
+
+// Takes the choice of the GEMM that differs only in adding to out, where it has been timed: each algorithm of both
+// reads the same operands in the same order, so that timing the second one would cost a start-up and find the same.
+bool adopt_choice(const Blas& blas, GemmKey key, GemmPlan& plan) {
+    key.accumulate = !key.accumulate;
+    const auto found = blas.plans.find(key);
+    if (found == blas.plans.end() || found->second.milliseconds < 0) return false;
+    const GemmPlan& timed = found->second;
+    GemmPlan adopted = plan;
+    adopted.algorithm = timed.algorithm;
+    adopted.milliseconds = timed.milliseconds;
+    adopted.compared = timed.compared;
+    adopted.kernel = timed.kernel;
+    if (!can_run(blas, adopted)) return false;
+    plan = adopted;
+    return true;
+}
+
 }  // namespace
 
 GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmOperands& p, Stream stream) {
@@ -297,7 +322,7 @@ GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmOperands& p, S
     plan.used = true;
     if (!plan.possible) return plan;
     set_pointers(plan, op, p);
-    if (blas.tuning && plan.milliseconds < 0) tune(blas, op, key, plan, p, stream);
+    if (blas.tuning && plan.milliseconds < 0 && !adopt_choice(blas, key, plan)) tune(blas, op, key, plan, p, stream);
     return plan;
 }
 
@@ -451,14 +476,10 @@ bool blas_use_choices(Blas& blas, const std::string& text, bool used) {
         plan.kernel = listed.kernel;
         plan.milliseconds = listed.milliseconds;
         plan.compared = true;
-        cublasLtMatmulHeuristicResult_t result{};
         if (library) {
             plan.possible = true;
             plan.algorithm = listed.algorithm;
-            require(cublasLtMatmulAlgoCheck(blas.handle, &plan.desc, &plan.b, &plan.a, &plan.out, &plan.out,
-                                            &plan.algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
-                        result.workspaceSize <= Blas::WORKSPACE_BYTES,
-                    op, damaged);
+            require(can_run(blas, plan), op, damaged);
         }
         adopted[key] = plan;
     }
