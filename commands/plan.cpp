@@ -65,6 +65,10 @@ PlanOptions parse_plan(const Args& args) {
         app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size sequences of --seq-len tokens each")
             ->excludes(inference);
     of_training.push_back(add_rollout_option(app, o.rollout.sampler)->needs("--rollout-batch-size"));
+    of_training.push_back(app.add_option("--kl", o.rollout.policy.kl,
+                                         "plan 'rl --kl', which without adapters keeps a copy of the first model")
+                              ->check(number_in(0, 1e6))
+                              ->needs("--rollout-batch-size"));
     for (CLI::Option* option : of_training) {
         inference->excludes(option);
         generate->excludes(option);

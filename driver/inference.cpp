@@ -204,6 +204,14 @@ int64_t rollout_bytes(const RunOptions& o, const Model& model) {
     return o.lora.on() ? engine + AdapterBank(model.table, 1, options.adapter_rank, options.dtype).bytes() : engine;
 }
 
+bool keeps_reference(const RunShape& shape, const Model& trained) {
+    return shape.rollout && shape.rollout->policy.kl > 0 && !trained.adapters;
+}
+
+Model reference_model(const Model& trained) {
+    return inference_model(trained.config, trained.precision.dtype, {});
+}
+
 MemoryPlan memory_plan(const Model& model, const Engine& engine, const AdapterBank* bank) {
     MemoryPlan plan = memory_plan(model);
     if (bank) plan.add("adapters", bank->bytes());

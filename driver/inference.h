@@ -62,6 +62,10 @@ RunShape rollout_forward(const RunOptions& options, const Model& model, int64_t 
 // Sets options.rollout.exact. Throws Error where --rollout asks for what the model or the target does not support.
 void choose_sampler(RunOptions& options, const ModelConfig& config, const Target& target);
 int64_t rollout_bytes(const RunOptions& options, const Model& model);
+// rl --kl without adapters: beside the model that is trained the one that the run started from is kept, whole, in the
+// same dtype. Nothing is allocated.
+bool keeps_reference(const RunShape& shape, const Model& trained);
+Model reference_model(const Model& trained);
 MemoryPlan memory_plan(const Model& model, const Engine& engine, const AdapterBank* bank = nullptr);
 
 // A tensor of any of the float dtypes, on the host.

@@ -56,6 +56,7 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Gradie
             plan.add("collectives", target.comm_overhead_bytes() + (all_to_all ? target.all_to_all_bytes(world) : 0));
         }
     }
+    if (keeps_reference(acts.shape, model)) plan.add("reference weights", reference_model(model).bytes());
     plan.add("activations", acts.plan.bytes());
     plan.add("block inputs", acts.host_bytes(), MemoryPlace::Host);
     if (acts.fp8) {

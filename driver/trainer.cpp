@@ -179,6 +179,12 @@ Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<D
             LoraAdapter::check_base(setup.resume.checkpoint, setup.lora_base(), model.config, model.table);
         base_record = LoraAdapter::base_record(setup.lora_base(), model.config, model.table);
     }
+    if (keeps_reference(acts.shape, model)) {
+        reference_record = LoraAdapter::fingerprint(setup.lora_base(), model.table);
+        require(setup.resume.checkpoint.empty() || setup.resume.reference == reference_record, setup.source.directory,
+                " is not the model that the run started from, which --kl compares with (fingerprint ", reference_record,
+                ", it was ", setup.resume.reference, "); restore it");
+    }
     make_directories(options.out);  // before anything is printed: if this fails, only the error is
     claim_run_directory(ctx, options.out, lock);
     // Training goes on while a copy of its state is written to a checkpoint, if the host has memory for the copy.
@@ -642,6 +648,7 @@ void Trainer::save(bool last) {
                               {"lr", scalars.lr},
                               {"gemm", matmul_choices(ctx.stream, true)},
                               {"val_loss", val_loss}};
+    if (!reference_record.empty()) trainer["reference"] = reference_record;
     if (acts.fp8) trainer["fp8"] = {{"steps", acts.fp8->recorded()}, {"history", acts.fp8->history(ctx.stream)}};
     if (!base_scales.empty()) trainer["fp8"]["base_scales"] = base_scales;
     // The files of tensors repeat these numbers, so that a file of another checkpoint is noticed.

@@ -82,6 +82,7 @@ struct Trainer {
     int64_t skips_in_a_row = 0;
     int64_t planned_bytes = 0;                       // of the memory plan
     std::map<std::string, std::string> base_record;  // LoRA: of the model that adapters are trained on
+    std::string reference_record;                    // of the model that --kl compares with, where weights are trained
     // Of the base's weights in fp8, by layer and linear layer, 0: not in fp8; empty: no such base.
     std::vector<float> base_scales;
     Watchdog watchdog;

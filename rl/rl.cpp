@@ -67,8 +67,9 @@ void add_policy_options(CLI::App& app, RolloutFlags& o) {
     add_number("--clip-high", o.policy.clip_high, 0, 1e6, "and above 1 plus this");
     add_number("--importance-cap", o.policy.importance_cap, 1, 1e9,
                "the largest weight of a token for the difference between the kernels that sample and those that train");
-    add_number("--kl", o.policy.kl, 0, 1e6,
-               "weight of the divergence from the model without the adapters; needs --lora-rank");
+    add_number(
+        "--kl", o.policy.kl, 0, 1e6,
+        "weight of the divergence from the model that the run starts from; without --lora-rank a copy of it is kept");
     app.add_option_function<std::string>(
            "--truncated", [&o](const std::string& what) { o.keep_truncated = what == "keep"; },
            "completions that --max-tokens cut: mask leaves them out of the loss, keep learns from them")
@@ -160,8 +161,10 @@ TrainOptions parse_rl(const Args& args) {
         throw UsageError(
             "--matmul-dtype fp8: beside adapters only the codes of the frozen weights are kept, and rollouts need the "
             "weights; add --qlora, or leave it out");
-    if (o.rollout.policy.kl > 0 && !o.lora.on())
-        throw UsageError("--kl: the reference is the model without its adapters; add --lora-rank, or leave it out");
+    if (o.rollout.policy.kl > 0 && !o.lora.on() && o.fp8.on)
+        throw UsageError(
+            "--kl: with --matmul-dtype fp8 the copy of the first model has no codes; add --lora-rank and --qlora, or "
+            "leave one out");
     return o;
 }
 

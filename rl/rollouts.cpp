@@ -12,6 +12,7 @@
 #include "driver/sequence_loss.h"
 #include "infer/prompts.h"
 #include "kernels/matmul.h"
+#include "models/model_source.h"
 #include "rl/advantages.h"
 #include "runtime/device/convert_dtype.h"
 #include "runtime/files/files.h"
@@ -47,6 +48,11 @@ Rollouts::Rollouts(Trainer& t)
       own_prompts(options.prompts / t.ctx.world),
       scorer(t.options.scorer),
       engine(t.model.config, engine_options(t), t.ctx.stream) {
+    if (keeps_reference(t.acts.shape, t.model)) {
+        reference.emplace(reference_model(t.model));
+        reference->allocate(t.ctx);
+        ::load_weights(t.setup.source, reference->table, reference->arenas);  // the trainer printed its notes
+    }
     allocate_engine();
     if (options.completions_every && t.ctx.rank == 0)
         completions_log = std::make_unique<RunLog>(join_path(t.options.out, "completions.jsonl"), t.step);
@@ -262,17 +268,17 @@ void Rollouts::learn_from(const std::vector<Summary>& all) {
     if (any) batches[0].loss_tokens = loss_divisor(options.loss_norm, lengths, options.max_tokens);
 }
 
-// The reference is the model without its adapters.
+// The reference is the model that the run started from: the one without its adapters, or the copy.
 void Rollouts::add_log_probabilities() {
-    const auto add = [&](bool adapters, float Batch::PolicyTerms::*field) {
+    const auto add = [&](const Model& model, bool adapters, float Batch::PolicyTerms::*field) {
         for (Batch& batch : batches) {
-            const std::vector<float> logps = target_logps(trainer.ctx, trainer.model, trainer.acts, batch, adapters);
+            const std::vector<float> logps = target_logps(trainer.ctx, model, trainer.acts, batch, adapters);
             for (size_t i = 0; i < logps.size(); i++) batch.policy[i].*field = logps[i];
         }
     };
     trainer.watchdog.state("computing log-probabilities", trainer.step + 1);
-    if (options.policy.kl > 0) add(false, &Batch::PolicyTerms::reference_logp);
-    if (options.updates > 1 && !exact) add(true, &Batch::PolicyTerms::old_logp);
+    if (options.policy.kl > 0) add(reference ? *reference : trainer.model, false, &Batch::PolicyTerms::reference_logp);
+    if (options.updates > 1 && !exact) add(trainer.model, true, &Batch::PolicyTerms::old_logp);
 }
 
 void Rollouts::log_rewards(const std::vector<Summary>& all) {

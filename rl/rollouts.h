@@ -6,8 +6,9 @@
 //   update   a step of the training loop over these batches; --updates-per-rollout of them, then the next rollout
 //
 // The engine reads the weights that the run trains: nothing is copied but adapters, which it wants in another form, and
-// with a temperature the final norm's weights. Its cache and buffers lie in the memory of the activations
-// (HeadActs::rollout), which are needed at another time. Each rollout starts with an empty cache.
+// with a temperature the final norm's weights. --kl keeps a second model, the one that the run started from, where
+// there are no adapters that a pass could leave out. The engine's cache and buffers lie in the memory of the
+// activations (HeadActs::rollout), which are needed at another time. Each rollout starts with an empty cache.
 //
 // A token is sampled by the engine's kernels, and learnt from by training's, whose log-probabilities differ in the last
 // bits: kernels/policy_loss.h weighs tokens by the ratio. With several updates, π_old comes from a forward pass of
@@ -79,6 +80,7 @@ class Rollouts : public BatchSource {
     std::optional<AdapterBank> bank;
     Arena scaled_norm;  // the final norm's weights divided by the temperature
     std::optional<ExactForward> exact;
+    std::optional<Model> reference;  // keeps_reference()
     Engine engine;
     InferenceWeights weights;
     std::unique_ptr<RunLog> completions_log;  // of rank 0

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -136,7 +137,8 @@ class RlTest(TrainingTest):
         self.assertGreater(len({tuple(of_step) for of_step in texts.values()}), 1)  # in another order
 
     def test_resumes_to_the_bit(self):
-        for name, options in {"muon": ["--optimizer", "muon"], "lora": ["--lora-rank", 8, "--lora-alpha", 16, "--kl", 0.05],
+        for name, options in {"muon": ["--optimizer", "muon"], "reference": ["--kl", 0.05],
+                              "lora": ["--lora-rank", 8, "--lora-alpha", 16, "--kl", 0.05],
                               "qlora": ["--lora-rank", 8, "--lora-alpha", 8, "--qlora"],
                               "updates": ["--updates-per-rollout", 3, "--recompute", "block", "--temperature", 0.7]
                               }.items():
@@ -147,6 +149,16 @@ class RlTest(TrainingTest):
                 self.assertEqual(self.untimed(part), self.untimed(whole))
                 for line in log(whole):  # also with a temperature, and with adapters
                     self.assertLess(line["sampler_gap_largest"], 1e-4)
+
+    def test_the_reference_is_the_model_that_the_run_started_from(self):
+        first = os.path.join(self.top, "first")
+        shutil.copytree(self.base, first)
+        run_directory = self.rl("from_first", "--model", first, "--kl", 0.05, "--steps", 2)
+        shutil.rmtree(first)
+        shutil.copytree(self.train("second", "--model", "llama-tiny", "--layers", 2, "--channels", 64, "--heads", 2,
+                                   "--kv-heads", 1, "--steps", 9), first)
+        self.refused(1, [first, "is not the model that the run started from", "--kl", "restore it"],
+                     "rl", "--resume", "--out", run_directory, "--steps", 4)
 
     @unittest.skipIf(NOT_EXACT, NOT_EXACT)
     def test_exact_rollouts_sample_what_is_learnt_from(self):
@@ -211,15 +223,15 @@ class RlTest(TrainingTest):
                  "low": ["--clip-low", 0.01], "high": ["--clip-high", 0.01], "cap": ["--importance-cap", 1],
                  "mask": ["--truncated", "mask"], "temperature": ["--temperature", 1.5], "eos": ["--ignore-eos"],
                  "seed": ["--seed", 1], "updates": ["--updates-per-rollout", 1],
-                 "lora": ["--lora-rank", 2], "kl": ["--lora-rank", 2, "--kl", 1]}
+                 "lora": ["--lora-rank", 2], "kl": ["--lora-rank", 2, "--kl", 1], "copy": ["--kl", 1]}
         states = {}
         for name, options in cases.items():
             kept = [x for k, v in zip(several[::2], several[1::2]) if k not in options for x in (k, v)]
             out = self.rl("option_" + name, *kept, *options)
             states.setdefault(self.state(out), []).append(name)
-            if name == "kl":
+            if "--kl" in options:
                 values = [line["kl"] for line in log(out)]
-                # B is 0. On a GPU the pass without adapters has other matmuls: a log-probability d ≤ 8·2⁻²⁴·5 off, and
+                # The weights are the reference's; of adapters B is 0. On a GPU the pass without adapters has other matmuls: a log-probability d ≤ 8·2⁻²⁴·5 off, and
                 # d²/2 of divergence.
                 self.assertLessEqual(values[0], 3e-12 if cuda() else 0)
                 self.assertGreater(values[2], 1e-9)  # the first update of the second rollout: π_θ is π_old, not the reference
@@ -299,12 +311,12 @@ class RlTest(TrainingTest):
         self.assertLess(few, 1.1 * alone)  # what a policy's loss needs of each token
         # Pages of 128 tokens: 2 for each sequence, of k and v in 2 layers of 1 head of 32 channels in fp32.
         self.assertGreater(many, 64 * 2 * 128 * 2 * 2 * 32 * 4)
-        for how in ("fast",) if cuda() else ("fast", "exact"):
-            out = self.rl("planned_" + how, "--steps", 3, "--batch-size", 2, "--prompts", 8, "--completions", 8,
-                          "--rollout", how)
+        for how, *kl in ("fast",), ("fast", "--kl", 0.1), *([] if cuda() else [("exact",)]):
+            out = self.rl(f"planned_{how}{len(kl)}", "--steps", 3, "--batch-size", 2, "--prompts", 8, "--completions", 8,
+                          "--rollout", how, *kl)
             memory = log(out)[0]["memory"]
             done = run("plan", "--model", self.base, "--batch-size", 2, "--seq-len", 142, "--dtype", "fp32", "--json",
-                       "--rollout-batch-size", 64, "--rollout", how)
+                       "--rollout-batch-size", 64, "--rollout", how, *kl)
             plan = json.loads(done.stdout)  # of a run that saves meanwhile, which this one does not; on a GPU into host memory
             self.assertEqual(plan["total_bytes"] - plan["bytes"].get("checkpoint snapshot", 0), memory)
 
@@ -335,7 +347,7 @@ class RlTest(TrainingTest):
         def refused(status, words, *args):
             self.refused(status, words, "rl", *self.rl_args("refused", *args))
         refused(2, ["--zero-stage 3", "at most 2"], "--zero-stage", 3)
-        refused(2, ["--kl", "--lora-rank"], "--kl", 0.1)
+        refused(2, ["--kl", "--matmul-dtype fp8", "--lora-rank"], "--kl", 0.1, "--matmul-dtype", "fp8")
         refused(2, ["--offload weights", "leave weights out"], "--offload", "weights", "--lora-rank", 2)
         refused(2, ["--matmul-dtype fp8", "--qlora"], "--matmul-dtype", "fp8", "--lora-rank", 2)
         for option in ("--top-k", "--top-p", "--min-p", "--repeat-penalty"):
