@@ -1015,6 +1015,7 @@ bool queue_step(Trainer& t, BatchSource& source) {
     if (ctx.world > 1) ctx.comm->watch(str("step ", number), ctx.stream);
     q.step = t.step = number;
     q.loss_terms = terms;
+    t.idle_steps = terms ? 0 : t.idle_steps + 1;
     q.tokens = source.tokens();
     q.entries = source.log_entries();
     t.queued++;

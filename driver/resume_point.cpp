@@ -41,6 +41,7 @@ ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& 
     if (keys.has("preference")) r.preference = keys.text("preference");
     if (keys.has("rollout")) r.rollout = keys.text("rollout");
     if (keys.has("reference")) r.reference = keys.text("reference");
+    if (keys.has("idle_steps")) r.idle_steps = keys.whole_number("idle_steps", 0, r.step);
     if (keys.has("pack")) r.pack = keys.text("pack");
     if (keys.has("grad_norms")) {
         r.norm_count = keys.whole_number("norm_count", 0);

@@ -32,6 +32,7 @@ struct ResumePoint {
     std::string preference = "none";     // PreferenceFlags::description(); older files do not have it
     std::string rollout = "none";        // RolloutFlags::description()
     std::string reference;               // Trainer::reference_record
+    int64_t idle_steps = 0;              // Trainer::idle_steps
     std::string pack = "none";           // "examples" or "none"; older files do not name it
     std::optional<std::array<double, NUM_RATE_GROUPS>> learning_rates;  // peaks; older files do not name them
     double lr = 0;  // of hidden matrices in the last step; older files do not name it: 0

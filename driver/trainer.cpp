@@ -271,6 +271,7 @@ void Trainer::start() {
         step = saved_step = setup.resume.step;
         scalars.t = setup.resume.adam_steps;
         scalars.norm_count = setup.resume.norm_count;
+        idle_steps = setup.resume.idle_steps;
         std::copy(setup.resume.grad_norms.begin(), setup.resume.grad_norms.end(), scalars.norms);
     } else if (!setup.source.directory.empty() && !model.adapters) {
         print(load_weights(setup.source, model.table, model.arenas));
@@ -649,6 +650,7 @@ void Trainer::save(bool last) {
                               {"gemm", matmul_choices(ctx.stream, true)},
                               {"val_loss", val_loss}};
     if (!reference_record.empty()) trainer["reference"] = reference_record;
+    if (options.rollout.on()) trainer["idle_steps"] = idle_steps;
     if (acts.fp8) trainer["fp8"] = {{"steps", acts.fp8->recorded()}, {"history", acts.fp8->history(ctx.stream)}};
     if (!base_scales.empty()) trainer["fp8"]["base_scales"] = base_scales;
     // The files of tensors repeat these numbers, so that a file of another checkpoint is noticed.

@@ -80,6 +80,7 @@ struct Trainer {
     QueuedStep queue[2];
     int64_t queued = 0, finished = 0;  // number of steps, since the process started
     int64_t skips_in_a_row = 0;
+    int64_t idle_steps = 0;                          // steps in a row, up to this one, that had no loss tokens
     int64_t planned_bytes = 0;                       // of the memory plan
     std::map<std::string, std::string> base_record;  // LoRA: of the model that adapters are trained on
     std::string reference_record;                    // of the model that --kl compares with, where weights are trained

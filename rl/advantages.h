@@ -3,8 +3,12 @@
 // G completions of a prompt form a group; r_i is the reward of the i-th, μ the mean of its group's rewards.
 //
 //   group      A_i = (r_i − μ) / (σ + 10⁻⁴), σ of the group's rewards   (Shao et al. 2024, "DeepSeekMath", 4.1.2)
-//   batch      the same with σ of all rewards of the rollout             (trl's scale_rewards "batch")
+//   batch      the same with σ of all rewards of the rollout             (Z. Liu et al. 2025, arXiv 2508.08221)
 //   mean-only  A_i = r_i − μ                                              (Liu et al. 2025, "Dr. GRPO", equation 3)
+//
+// "Tricks or Traps? A Deep Dive into RL for LLM Reasoning" calls the mean of a group with the deviation of the batch
+// Lite PPO; it is trl's scale_rewards "batch". REINFORCE++ (Hu et al. 2025, arXiv 2501.03262) differs: its σ is that of
+// all r_i − μ.
 //
 // σ is that of a sample: the sum of squares is divided by the number less one. 10⁻⁴ is trl's. All advantages of a group
 // whose rewards are equal are exactly 0.

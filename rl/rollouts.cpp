@@ -5,6 +5,7 @@
 #include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "data/loader.h"
 #include "driver/inference.h"
@@ -142,6 +143,7 @@ int64_t Rollouts::begin_step(int64_t step) {
     update = step % options.updates;
     if (update > 0) {
         for (Batch& batch : batches) batch.old_policy = true;
+        std::erase_if(entries, [](const auto& entry) { return entry.first.ends_with("_seconds"); });  // of the first
         return int64_t(batches.size());
     }
     const int64_t rollout = step / options.updates;
@@ -208,6 +210,7 @@ bool Rollouts::sample(int64_t rollout) {
 void Rollouts::score() {
     trainer.watchdog.state("scoring completions", trainer.step + 1);
     const auto begin = Clock::now();
+    const int64_t failures_before = scorer.failures();
     std::vector<Scorer::Attempt> attempts;
     for (const Sampled& s : sampled) attempts.push_back({&data.problems[s.problem], s.completion.text()});
     const std::vector<std::vector<double>> scores = scorer.score(attempts);
@@ -218,8 +221,22 @@ void Rollouts::score() {
         require(std::isfinite(s.reward),
                 "the reward of a completion is not finite; lower the weights of its verifiers");
     }
+    if (trainer.options.scorer.zero_on_error) log_verifier_errors(scorer.failures() - failures_before);
     entries.emplace_back("scoring_seconds", seconds_since(begin));
-    if (trainer.options.scorer.zero_on_error) entries.emplace_back("verifier_errors", double(scorer.failures()));
+}
+
+// Of this rollout, on all ranks. The first one since the start of the process is shown.
+void Rollouts::log_verifier_errors(int64_t own) {
+    const std::vector<int64_t> of_ranks = trainer.ctx.comm->all_gather_host(own);
+    const int64_t all = std::accumulate(of_ranks.begin(), of_ranks.end(), int64_t(0));
+    entries.emplace_back("verifier_errors", double(all));
+    if (all == 0 || told_of_error) return;
+    told_of_error = true;
+    const auto rank = std::find_if(of_ranks.begin(), of_ranks.end(), [](int64_t n) { return n > 0; });
+    std::string first = scorer.first_failure();
+    trainer.ctx.comm->broadcast_host(first, rank - of_ranks.begin());
+    note(str("step ", trainer.step + 1, ": reward 0 for ", all,
+             " verifier errors, which log.jsonl counts; the first: ", first));
 }
 
 // Makes the batches of this rank. Every rank has as many, and divides by the same.
@@ -277,8 +294,10 @@ void Rollouts::add_log_probabilities() {
         }
     };
     trainer.watchdog.state("computing log-probabilities", trainer.step + 1);
+    const auto begin = Clock::now();
     if (options.policy.kl > 0) add(reference ? *reference : trainer.model, false, &Batch::PolicyTerms::reference_logp);
     if (options.updates > 1 && !exact) add(trainer.model, true, &Batch::PolicyTerms::old_logp);
+    entries.emplace_back("log_probability_seconds", seconds_since(begin));
 }
 
 void Rollouts::log_rewards(const std::vector<Summary>& all) {
@@ -342,10 +361,14 @@ void Rollouts::write_completions(int64_t step) {
     }
 }
 
+// A run that goes on is told where one with the default would stop.
 bool Rollouts::idle_too_long(bool differs, int64_t step) {
-    idle_steps = differs ? 0 : idle_steps + 1;
-    if (!options.max_idle_steps || idle_steps < options.max_idle_steps) return false;
-    note(str("step ", step + 1, ": in ", idle_steps, " rollouts in a row the completions of each prompt had equal ",
-             "rewards, so there is nothing to learn (--max-idle-steps)"));
-    return true;
+    const int64_t idle = differs ? 0 : trainer.idle_steps / options.updates + 1;
+    const bool stops = options.max_idle_steps && idle >= options.max_idle_steps;
+    if (stops || idle == RolloutFlags{}.max_idle_steps)
+        note(str("step ", step + 1, ": in ", idle,
+                 " rollouts in a row the completions of each prompt had equal rewards",
+                 options.keep_truncated ? "" : ", or --max-tokens cut them", ", so there is nothing to learn; ",
+                 stops ? "the run stops" : "the run goes on", " (--max-idle-steps ", options.max_idle_steps, ")"));
+    return stops;
 }

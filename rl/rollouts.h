@@ -65,6 +65,7 @@ class Rollouts : public BatchSource {
     size_t problem_of(int64_t prompt) const;  // prompts are counted from the start of the run
     bool sample(int64_t rollout);             // false: the run was asked to stop
     void score();
+    void log_verifier_errors(int64_t own);
     void learn_from(const std::vector<Summary>& all);
     void add_log_probabilities();
     void log_rewards(const std::vector<Summary>& all);
@@ -89,6 +90,7 @@ class Rollouts : public BatchSource {
     std::vector<Sampled> sampled;
     std::vector<Batch> batches;
     size_t next_batch = 0;
-    int64_t trained_tokens = 0, idle_steps = 0;
+    int64_t trained_tokens = 0;
+    bool told_of_error = false;  // of a verifier
     std::vector<std::pair<std::string, double>> entries;
 };

@@ -8,8 +8,8 @@
     scripts/plot_log.py runs/a runs/b --html                 also loss.html: one page with all panels, to zoom into
 
 Training values are drawn raw (faint) and smoothed; those of validation are dots. --x selects the x axis: steps, training
-tokens, or minutes or hours of training without evaluations. --names gives the runs other names than those of their
-directories. --top cuts off the losses above it, so that the end of a run is easier to see. The page needs no network
+tokens, or minutes or hours of training with rollouts and without evaluations. --names gives the runs other names than
+those of their directories. --top cuts off the losses above it, so that the end of a run is easier to see. The page needs no network
 and no other file. Without matplotlib it prints one line and draws nothing (exit status 3, so that callers can tell it
 from an error).
 """
@@ -29,7 +29,8 @@ LABELS = {"loss": "loss (nats per token)", "lr": "learning rate", "grad_norm": "
           "reward": "reward", "reward_std": "standard deviation of the rewards",
           "completion_length": "tokens of a completion", "entropy": "entropy (nats per token)",
           "clip_fraction": "share of clipped tokens", "sampler_gap": "gap of training to sampling (nats per token)",
-          "rollout_tokens_per_s": "tokens per second of rollouts"}
+          "rollout_tokens_per_s": "tokens per second of rollouts", "rollout_seconds": "seconds of a rollout",
+          "scoring_seconds": "seconds of scoring"}
 SCORES = {"accuracy": "accuracy", "accuracy_norm": "accuracy per character",
           "perplexity": "perplexity of last words"}  # of evaluations
 X_LABELS = {"step": "step", "tokens": "tokens", "minutes": "minutes", "hours": "hours"}

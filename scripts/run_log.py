@@ -8,11 +8,16 @@ from printable import printable
 MAX_LINE = 1 << 24  # bytes
 # The keys that hold numbers, or null: a loss that is not finite.
 NUMBERS = ("loss", "lr", "grad_norm", "ms", "tokens_per_s", "mfu", "memory", "val_loss", "bits_per_byte", "accuracy", "accuracy_norm",
-           "perplexity")
+           "perplexity", "rollout_seconds", "scoring_seconds", "log_probability_seconds")
 
 
 class LogError(Exception):
     """One line: which log, what failed, the remedy."""
+
+
+def seconds_before(entry):
+    """What comes before a step of `rl` and is not in its "ms": the rollout, if it has one of its own. 0: another run."""
+    return sum(entry.get(key) or 0 for key in ("rollout_seconds", "scoring_seconds", "log_probability_seconds"))
 
 
 def log_path(run):
@@ -49,7 +54,7 @@ def check_numbers(entry):
 class RunLog:
     """log.jsonl of a run, which may still be written. training, validation: its lines as dicts, in order. A training
     line has finite numbers or none (a skipped step has no loss). Both have "tokens", which the run had trained on by
-    then, and its time in "minutes" and "hours", evaluations left out. Samples are not kept."""
+    then, and its time in "minutes" and "hours", rollouts included, evaluations left out. Samples are not kept."""
 
     def __init__(self, run):
         self.path = log_path(run)
@@ -97,7 +102,7 @@ class RunLog:
                 return
             seconds = (entry["ms"] or 0) / 1000
             self.tokens += seconds * (entry.get("tokens_per_s") or 0)
-            self.hours += seconds / 3600
+            self.hours += (seconds + seconds_before(entry)) / 3600
             self.training.append(self.with_totals(entry))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise LogError(printable(f"{self.path}:{self.lines}: not a log line: {line.strip()[:60]!r}")) from None

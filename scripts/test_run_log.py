@@ -41,10 +41,14 @@ class RunLogTest(unittest.TestCase):
         self.assertIn(text, done.stderr)
 
 
+# Of `rl`: the second update of a rollout has none of its own.
+ROLLOUTS = [{**STEPS[0], "reward": 0.5, "completion_length": 9, "rollout_seconds": 1000.0, "scoring_seconds": 500.0,
+             "log_probability_seconds": 298.2}, {**STEPS[1], "reward": 0.5, "completion_length": 9}]
+
 # Lines that no run writes, and what the error shows of them.
 INVALID = {"deep": "[" * 100000 + "]" * 100000, "deep_key": '{"step": 1, "x": ' + "[" * 100000 + "]" * 100000 + "}",
            "text": "hello", "list": "[1]", "nostep": '{"loss": 1}', "textstep": '{"step": "1"}', "boolstep": '{"step": true}',
-           "hugestep": '{"step": 1' + 30 * "0" + "}", "textloss": '{"step": 2, "loss": "1", "ms": 1}',
+           "textrollout": '{"step": 2, "ms": 1, "rollout_seconds": "1"}', "hugestep": '{"step": 1' + 30 * "0" + "}", "textloss": '{"step": 2, "loss": "1", "ms": 1}',
            "listlr": '{"step": 2, "loss": 1, "lr": [1], "ms": 1}', "objectms": '{"step": 2, "ms": {}}',
            "nan": '{"step": 2, "loss": NaN, "ms": 1}', "infinite": '{"step": 2, "loss": 1e999, "ms": 1}',
            "long": '{"step": 2, "loss": 1' + 400 * "0" + ', "ms": 1}', "boolval": '{"step": 2, "val_loss": false}',
@@ -159,6 +163,13 @@ class PlotLogTest(RunLogTest):
             self.assertEqual(file.read(8), b"\x89PNG\r\n\x1a\n")
 
     @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
+    def test_hours_have_rollouts_in_them(self):
+        done = self.run_script("plot_log.py", self.write_run("rl", ROLLOUTS), "--show", "rollout_seconds", "scoring_seconds")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        row = [cell.strip() for cell in self.rows(done)[1]]
+        self.assertEqual(row[2:4], ["5400", "0.50"])  # 1.8 s of training a step; tokens are those of training
+
+    @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
     def test_plot_of_one_run_is_written_beside_its_log(self):
         run = self.write_run("a", EVALUATIONS)
         done = self.run_script("plot_log.py", run)
@@ -216,6 +227,14 @@ class WatchTest(RunLogTest):
                       r"val_loss +3\.5000, best 3\.2500 at 2 ", r"lr +0\.001 .*lr +0\.001", r"tokens/s +2,500 ",
                       r"MFU +62\.5%.*MFU +25\.0%", r"skipped +1 step ", r"ETA +29:53"):
             self.assertTrue(any(re.search(words, line) for line in lines), (words, done.stdout))
+
+    def test_counts_rollouts(self):
+        run = self.write_run("rl", ROLLOUTS)
+        with open(os.path.join(run, "run.toml"), "w", encoding="utf-8") as file:
+            file.write("steps=4\n")
+        shown = self.run_script("watch.py", run).stdout
+        for words in r"trained +30:02 ", r"ETA +30:02 ", r"reward +0\.5000 ":  # 901 s a step
+            self.assertRegex(shown, words)
 
     def test_follows_a_log(self):
         sys.path.insert(0, SCRIPTS)

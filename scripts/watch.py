@@ -17,7 +17,7 @@ import sys
 import time
 
 from printable import printable
-from run_log import LogError, RunLog, open_regular, run_name, smoothed, values
+from run_log import LogError, RunLog, open_regular, run_name, seconds_before, smoothed, values
 
 RECENT = 50       # steps that rates are the median of
 CHART_ROWS = 6
@@ -62,6 +62,7 @@ def facts(log, steps, now):
     """(name, text) of what a run has come to. steps: that it will have, None if unknown. now: seconds since 1970."""
     last, recent = log.training[-1], log.training[-RECENT:]
     median = {key: statistics.median(values(recent, key)[1] or [0]) for key in ("ms", "tokens_per_s", "mfu")}
+    step_seconds = median["ms"] / 1000 + statistics.fmean(map(seconds_before, recent))  # not every step has a rollout
     _, losses = values(recent, "loss")
     _, norms = values(recent, "grad_norm")
     skipped = sum(1 for line in log.training if line.get("skipped"))
@@ -92,9 +93,9 @@ def facts(log, steps, now):
         rows.append(("state", "done"))
     elif median["ms"]:
         age = now - log.modified
-        late = age > 60 + 20 * median["ms"] / 1000
+        late = age > 60 + 20 * step_seconds
         rows.append(("state", f"no step for {duration(age)}") if late else
-                    ("ETA", duration((steps - last["step"]) * median["ms"] / 1000) if steps else "-"))
+                    ("ETA", duration((steps - last["step"]) * step_seconds) if steps else "-"))
     return rows
 
 

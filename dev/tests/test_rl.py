@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 
@@ -17,7 +18,8 @@ from harness import DRIVER, ENVIRONMENT, TrainingTest, checkpoints, cuda, digest
 # A prompt of more than a page of the KV cache, which a cache that is not emptied would find again.
 LONG = "The cat sees 4 of the red stones. " * 4
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # for so small a model the fastest
-TIMES = {"ms", "tokens_per_s", "mfu", "rollout_seconds", "rollout_tokens_per_s", "scoring_seconds"}
+TIMES = {"ms", "tokens_per_s", "mfu", "rollout_seconds", "rollout_tokens_per_s", "scoring_seconds",
+         "log_probability_seconds"}
 # Rewards the share of vowels.
 VERIFIER = """
 import json, sys
@@ -25,6 +27,17 @@ for line in sys.stdin:
     row = json.loads(line)
     share = sum(letter in "aeiou" for letter in row["completion"]) / max(1, len(row["completion"]))
     print(json.dumps({"id": row["id"], "reward": share}), flush=True)
+"""
+
+
+# Answers nonsense for the owl, and a tenth of a second late.
+FAILING = """
+import json, sys, time
+for line in sys.stdin:
+    row = json.loads(line)
+    time.sleep(float(sys.argv[1]))
+    reward = json.dumps({"id": row["id"], "reward": 1 / (1 + len(row["completion"]))})
+    print("nonsense" if "owl" in row["prompt"] else reward, flush=True)
 """
 
 
@@ -80,8 +93,12 @@ class RlTest(TrainingTest):
         self.assertEqual(done.returncode, 0, done.stderr)
         return os.path.join(self.top, name)
 
+    def without_choices(self):
+        """An empty cache: a run that goes on has the algorithms of its checkpoint alone."""
+        return {**ONE_THREAD, "XDG_CACHE_HOME": tempfile.mkdtemp(dir=self.top)}
+
     def resume(self, out, *args):
-        done = run("rl", "--resume", "--out", out, *args, env=self.environment())
+        done = run("rl", "--resume", "--out", out, *args, env=self.without_choices())
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def state(self, out):
@@ -147,6 +164,9 @@ class RlTest(TrainingTest):
                 self.resume(part, "--steps", 6)
                 self.assertEqual(self.state(part), self.state(whole))
                 self.assertEqual(self.untimed(part), self.untimed(whole))
+                if name == "updates":  # times are of the first update of a rollout, so that their sum is the run's
+                    for key in "rollout_seconds", "scoring_seconds", "log_probability_seconds":
+                        self.assertEqual([key in line for line in log(whole)], [True, False, False] * 2)
                 for line in log(whole):  # also with a temperature, and with adapters
                     self.assertLess(line["sampler_gap_largest"], 1e-4)
 
@@ -192,13 +212,11 @@ class RlTest(TrainingTest):
         """Killed in the middle of three steps, or of KILLS (in the environment), always the same ones."""
         steps, kills, chance = 30, int(os.environ.get("KILLS", "3")), random.Random(1)
         options = ["--steps", steps, "--save-every", 2, "--updates-per-rollout", 2]
-        if cuda():  # a run that is killed before its first checkpoint times the matmuls again
-            options += ["--gemm-tune", "off"]
         whole, part = self.rl("never_killed", *options), os.path.join(self.top, "killed")
         command, lines = ["rl", *self.rl_args("killed", *options)], os.path.join(part, "log.jsonl")
-        killed = 0
+        killed, environment = 0, self.environment()
         for step in sorted(chance.sample(range(1, steps - 8), kills)):
-            process = subprocess.Popen([DRIVER, *map(str, command)], env={**ENVIRONMENT, **ONE_THREAD},
+            process = subprocess.Popen([DRIVER, *map(str, command)], env={**ENVIRONMENT, **environment},
                                        stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             self.addCleanup(process.kill)
             end, wanted = time.monotonic() + 60, max(step, count_lines(lines) + 1)
@@ -209,8 +227,10 @@ class RlTest(TrainingTest):
             process.kill()
             killed += process.wait() == -signal.SIGKILL
             command = ["rl", "--resume", "--out", part]
+            if checkpoints(part):  # without one it starts again, as the whole run did
+                environment = self.without_choices()
         self.assertGreater(killed, kills // 2)  # on a busy machine the last one may come too late
-        done = run(*command, env=ONE_THREAD)
+        done = run(*command, env=environment)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(self.state(part), self.state(whole))
         self.assertEqual(self.untimed(part), self.untimed(whole))
@@ -278,18 +298,94 @@ class RlTest(TrainingTest):
                 share = sum(letter in "aeiou" for letter in line["completion"]) / max(1, len(line["completion"]))
                 self.assertAlmostEqual(line["reward"], share)
 
+    def failing(self, seconds=0):
+        """Options for rewards by a program that fails for one prompt of four."""
+        program = write_rows(os.path.join(self.top, "failing.py"), [])
+        with open(program, "w") as file:
+            file.write(FAILING)
+        rows = write_rows(os.path.join(self.top, "unscored.jsonl"), [
+            {"prompt": prompt, "answer": ""} for prompt in ("The cat ", "The dog ", "The owl ", "The red ")])
+        return ["--data", rows, "--verifier", f"{sys.executable} {program} {seconds}", "--verifier-processes", 1]
+
+    def test_verifiers_that_fail(self):
+        done = run("rl", *self.rl_args("fails", *self.failing()), env=ONE_THREAD)
+        self.assertEqual(done.returncode, 1)
+        last = done.stderr.splitlines()[-1]
+        for words in "train_gpt: rl: --verifier ", "it wrote 'nonsense'", "; --on-verifier-error zero makes the reward 0":
+            self.assertIn(words, last)
+
+        options = [*self.failing(), "--on-verifier-error", "zero", "--completions-every", 1]
+        done = run("rl", *self.rl_args("counts", *options, "--steps", 3), env=ONE_THREAD)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        said = [line for line in done.stderr.splitlines() if "verifier error" in line]
+        self.assertEqual(len(said), 1, done.stderr)
+        self.assertRegex(said[0], r"^step 1: reward 0 for 4 verifier errors.*; the first: --verifier .*it wrote 'nonsense'")
+        part = os.path.join(self.top, "counts")
+        self.resume(part, "--steps", 6)
+        whole = self.rl("counts_whole", *options)
+        self.assertEqual(self.untimed(part), self.untimed(whole))
+        self.assertEqual({line["verifier_errors"] for line in log(whole)}, {4})  # of each rollout
+        with open(os.path.join(whole, "completions.jsonl")) as file:
+            for line in map(json.loads, file):
+                self.assertEqual(line["reward"], 0 if "owl" in line["prompt"] else 1 / (1 + len(line["completion"])))
+
+    @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
+    def test_verifiers_that_fail_on_one_rank(self):
+        for seed in 0, 1:  # the other rank's prompt in the first rollout
+            name = f"fails_{seed}"
+            args = self.rl_args(name, *self.failing(), "--on-verifier-error", "zero", "--steps", 2, "--seed", seed)
+            done = several_ranks.run(2, *args, name="rl")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(done.stderr.count("it wrote 'nonsense'"), 1, done.stderr)
+            self.assertEqual([line["verifier_errors"] for line in log(os.path.join(self.top, name))], [4, 4])
+
+    def test_the_time_left_counts_rollouts(self):
+        options = [*self.failing(0.1), "--on-verifier-error", "zero", "--prompts", 1, "--completions", 3, "--steps", 1001]
+        with subprocess.Popen([DRIVER, "rl", *map(str, self.rl_args("slow", *options))], stdin=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, env={**ENVIRONMENT, **ONE_THREAD}, text=True) as process:
+            self.addCleanup(process.kill)
+            line = next((line for line in process.stderr if " ETA " in line), "")
+            process.kill()
+        minutes, seconds = line.split(" ETA ")[1].split(":")
+        # 0.3 s of scoring before each step. On a GPU the second rollout may have begun.
+        self.assertGreaterEqual(60 * int(minutes) + int(seconds), 300)
+
     def test_stops_where_nothing_is_to_be_learnt(self):
         rows = write_rows(os.path.join(self.top, "same.jsonl"), [
             {"prompt": "The ", "answer": "", "verifier": [{"name": "length", "max": 100}]}])
         args = self.rl_args("idle", "--data", rows, "--max-idle-steps", 3)
         done = run("rl", *args, env=ONE_THREAD)
         self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn("step 3: in 3 rollouts in a row the completions of each prompt had equal rewards", done.stderr)
+        stopped = "step 3: in 3 rollouts in a row the completions of each prompt had equal rewards, so there is nothing to " \
+            "learn; the run stops (--max-idle-steps 3)\n"
+        self.assertIn(stopped, done.stderr)
         out = os.path.join(self.top, "idle")
         self.assertEqual(checkpoints(out), ["step_00000002"])
         for line in log(out):
             self.assertTrue(line["idle"])
             self.assertEqual((line["reward"], line["groups_left_out"], line["policy_tokens"]), (1, 4, 0))
+        # The count goes on with the run.
+        again = run("rl", "--resume", "--out", out, env=ONE_THREAD)
+        self.assertEqual((again.returncode, len(log(out))), (0, 2), again.stderr)
+        self.assertIn(stopped, again.stderr)
+        self.resume(out, "--max-idle-steps", 0)
+        self.assertEqual(len(log(out)), 6)
+        # It is one of rollouts, whose steps are all idle; a run may be left in the middle of the count.
+        options = ["--data", rows, "--updates-per-rollout", 2, "--max-idle-steps", 4]
+        out = self.rl("idle_updates", *options, "--steps", 4, "--save-every", 2)
+        again = run("rl", "--resume", "--out", out, "--steps", 20, env=ONE_THREAD)
+        self.assertIn("step 7: in 4 rollouts in a row", again.stderr)
+        self.assertEqual(len(log(out)), 6)
+        # A run that goes on says so once.
+        done = run("rl", *self.rl_args("goes_on", "--data", rows, "--max-idle-steps", 0, "--steps", 52, "--completions", 2),
+                   env=ONE_THREAD)
+        self.assertEqual(done.stderr.count(" rollouts in a row "), 1, done.stderr)
+        self.assertIn("step 50: in 50 rollouts in a row the completions of each prompt had equal rewards, so there is nothing "
+                      "to learn; the run goes on (--max-idle-steps 0)\n", done.stderr)
+        # With rewards that differ nothing is learnt from completions that were all cut.
+        done = run("rl", *self.rl_args("all_cut", "--truncated", "mask", "--ignore-eos", "--max-idle-steps", 1), env=ONE_THREAD)
+        self.assertIn("step 1: in 1 rollouts in a row the completions of each prompt had equal rewards, or --max-tokens cut "
+                      "them, so there is nothing to learn; the run stops (--max-idle-steps 1)\n", done.stderr)
         # The divergence has a gradient whatever the rewards are.
         for line in log(self.rl("alike", "--data", rows, "--lora-rank", 2, "--kl", 0.05, "--steps", 2)):
             self.assertEqual((line["groups_left_out"], line.get("idle")), (0, None))
@@ -330,18 +426,25 @@ class RlTest(TrainingTest):
 
     @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
     def test_ranks_sample_what_one_does(self):
-        sizes = ["--steps", 3, "--completions", 8, "--lr", 1e-3]
-        one = log(self.rl("one_rank", *sizes))
-        for stage in (0, 1, 2):
-            name = f"stage_{stage}"
-            done = several_ranks.run(2, *self.rl_args(name, *sizes, "--zero-stage", stage), name="rl")
-            self.assertEqual(done.returncode, 0, done.stderr)
-            for ours, theirs in zip(log(os.path.join(self.top, name)), one):
-                for key in ("reward", "reward_std", "completion_length", "groups_left_out", "policy_tokens"):
-                    self.assertAlmostEqual(ours[key], theirs[key])
-                self.assertFalse(theirs.get("idle"))
-                # Only the order of sums differs; a step's gradient is a sum of fewer than 10⁴ terms in fp32.
-                self.assertAlmostEqual(ours["grad_norm"], theirs["grad_norm"], delta=1e-3 * theirs["grad_norm"])
+        sizes = ["--steps", 3, "--completions", 16, "--lr", 1e-3]
+        cases = {"adamw": ([], (0, 1, 2)), "muon": (["--optimizer", "muon"], (0, 2)),
+                 "lora": (["--lora-rank", 8, "--kl", 0.05], (0, 2)), "qlora": (["--lora-rank", 8, "--qlora"], (1,))}
+        for case, (options, stages) in cases.items():
+            one = log(self.rl("one_rank_" + case, *sizes, *options))
+            for stage in stages:
+                with self.subTest(case, stage=stage):
+                    name = f"{case}_{stage}"
+                    done = several_ranks.run(2, *self.rl_args(name, *sizes, *options, "--zero-stage", stage), name="rl")
+                    self.assertEqual(done.returncode, 0, done.stderr)
+                    self.compare_ranks(log(os.path.join(self.top, name)), one)
+
+    def compare_ranks(self, several, one):
+        for ours, theirs in zip(several, one, strict=True):
+            for key in ("reward", "reward_std", "completion_length", "groups_left_out", "policy_tokens"):
+                self.assertAlmostEqual(ours[key], theirs[key])
+            self.assertFalse(theirs.get("idle"))
+            # Only the order of sums differs; a step's gradient is a sum of fewer than 10⁴ terms in fp32.
+            self.assertAlmostEqual(ours["grad_norm"], theirs["grad_norm"], delta=1e-3 * theirs["grad_norm"])
 
     def test_refusals(self):
         def refused(status, words, *args):
@@ -350,7 +453,7 @@ class RlTest(TrainingTest):
         refused(2, ["--kl", "--matmul-dtype fp8", "--lora-rank"], "--kl", 0.1, "--matmul-dtype", "fp8")
         refused(2, ["--offload weights", "leave weights out"], "--offload", "weights", "--lora-rank", 2)
         refused(2, ["--matmul-dtype fp8", "--qlora"], "--matmul-dtype", "fp8", "--lora-rank", 2)
-        for option in ("--top-k", "--top-p", "--min-p", "--repeat-penalty"):
+        for option in ("--top-k", "--top-p", "--min-p", "--repeat-penalty", "--presence-penalty", "--frequency-penalty"):
             refused(2, [option, "--temperature"], option, 1)
         refused(1, ["gpt2-tiny", "preset without weights"], "--model", "gpt2-tiny")
         refused(2, ["--completions", "at least 2"], "--completions", 1)
