@@ -384,9 +384,8 @@ struct Server::Impl {
 
 Server::Server(const Options& options, Handler handle, const std::string& too_large)
     : impl(std::make_unique<Impl>(options, std::move(handle), too_large)) {}
-Server::~Server() = default;
 
-void Server::drain() {
+Server::~Server() {
     constexpr int TURNS = 200;
     for (int i = 0; i < TURNS; i++) {
         {

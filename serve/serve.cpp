@@ -183,5 +183,4 @@ void run_serve(const Args& args) {
               << engine_options.cache_pages << " pages of " << KV_PAGE << " tokens\n"
               << std::flush;
     service.run(stop_requested, o.drain_timeout);
-    server.drain();
 }

@@ -10,10 +10,20 @@ import subprocess
 import time
 import unittest
 
-from harness import DRIVER, TrainingTest, run, sanitized
+from harness import DRIVER, SHIM, TrainingTest, run, sanitized
 from serving import Load, LoadedServer, checkpoint, needs_serve
 
 SECONDS = float(os.environ.get("SERVE_SECONDS", 6))  # of the random load
+
+
+def rest(s):
+    """What comes on a stream until it ends, or has an error."""
+    got = b""
+    while part := s.recv(65536):
+        got += part
+        if b"[DONE]" in got or b"\n" in got.partition(b'"error"')[2]:
+            break
+    return got
 
 
 class ServeLoad(TrainingTest):
@@ -26,8 +36,8 @@ class ServeLoad(TrainingTest):
                             "--max-positions", 16384)
         cls.model = checkpoint(trained)
 
-    def server(self, *args):
-        return LoadedServer("--model", self.model, "--name", "m", "--dtype", "fp32", *args)
+    def server(self, *args, env=None):
+        return LoadedServer("--model", self.model, "--name", "m", "--dtype", "fp32", *args, env=env)
 
     def eventually(self, what, seconds=20):
         end = time.time() + seconds
@@ -158,13 +168,6 @@ class ServeLoad(TrainingTest):
 
     def test_the_end(self):
         """SIGTERM: the running request ends, new ones are refused; with no time left its stream has an error."""
-        def rest(s):
-            got = b""
-            while part := s.recv(65536):
-                got += part
-                if b"[DONE]" in got or b'"error"' in got:
-                    break
-            return got
         with self.server("--context", 16000) as server:
             s = server.stream(prompt="a", max_tokens=1500 if sanitized() else 6000, ignore_eos=True)
             self.eventually(lambda: server.count("sequences_running") == 1)
@@ -179,6 +182,30 @@ class ServeLoad(TrainingTest):
             got = rest(s)
             self.assertIn(b"the server is stopping", got)
             self.assertEqual(server.process.wait(20), 0)
+
+    def test_a_fault(self):
+        """The engine fails in a step: every open stream gets all that was sent and an error, also where its client reads
+        late; what waits gets status 500; the server ends with one line."""
+        if sanitized():
+            self.skipTest("AddressSanitizer must be the first library, so no other can be preloaded")
+        out_of_memory = os.path.join(self.top, "out_of_memory")
+        env = {"LD_PRELOAD": SHIM, "CRASH_SHIM_MEMORY": out_of_memory}
+        with self.server("--context", 16000, "--slots", 2, env=env) as server, contextlib.ExitStack() as stack:
+            def stream(prompt, **fields):
+                fields = {"max_tokens": 15900, "ignore_eos": True, **fields}
+                return stack.enter_context(contextlib.closing(server.stream(prompt=prompt, **fields)))
+            open(out_of_memory, "w").close()
+            # What the client has not read is 1 MiB at some time.
+            late, read, waiting = stream("a", logprobs=20), stream("b"), stream("c")
+            fault = b"std::bad_alloc"
+            self.assertIn(fault, rest(read))
+            got = rest(late)
+            self.assertGreater(len(got), 1 << 19)
+            self.assertIn(fault, got)
+            self.assertRegex(rest(waiting), b"^HTTP/1.1 500 (?s:.)*" + fault)
+            self.assertEqual(server.process.wait(20), 1)
+            self.assertEqual(server.printed().splitlines()[1:],
+                             ["train_gpt: serve: out of memory; see what a run needs with 'train_gpt plan'"])
 
 
 if __name__ == "__main__":
