@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -121,6 +122,19 @@ class ServeLoad(TrainingTest):
             s.close()
             self.eventually(lambda: running() == 0)
             self.assertEqual(server.count("cancelled_total"), 4)
+
+    def test_chunks_of_prompts(self):
+        """--prefill-chunk: the tokens that one sequence gets while a long prompt of the same request is computed."""
+        def tokens_before(*args):
+            with self.server("--slots", 2, "--context", 2000, *args) as server:
+                with contextlib.closing(server.stream(prompt=["a", "b" * 1280], logprobs=0, max_tokens=40,
+                                                      ignore_eos=True)) as s:
+                    events = re.findall(rb"^data: (\{.*\})", rest(s), re.M)
+                    return [json.loads(event)["choices"][0]["index"] for event in events].index(1)
+        self.assertGreaterEqual(tokens_before("--prefill-chunk", 128), 9)
+        self.assertLessEqual(tokens_before("--prefill-chunk", 1280), 4)
+        for chunk, words in ((100, "100 is not a multiple of 128"), (0, "0 is not a whole number of at least 1")):
+            self.refused(2, [f"--prefill-chunk: {words}"], "serve", "--model", self.model, "--prefill-chunk", chunk)
 
     def test_a_full_queue(self):
         with self.server("--slots", 1, "--context", 16000, "--max-queue", 1) as server:
