@@ -6,11 +6,16 @@ import math
 import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 import unittest
 
 from harness import ROOT, cuda, run, text_of
 from serving import ChatModelTest, Server, checkpoint
+
+sys.path.insert(0, os.path.join(ROOT, "scripts"))
+import check_docs  # noqa: E402
 
 try:
     import openai
@@ -436,6 +441,24 @@ class ServeTest(ChatModelTest):
             after = self.server.metrics()
         self.assertEqual([after[gauge] for gauge in GAUGES], [0, 0, 0])
         self.assertGreater(after["pages"], 0)
+
+    def test_the_page_of_the_docs(self):
+        """The lines of curl in docs/use/serving.md, as printed but for the port, with a model at the path it names."""
+        (block,) = [block for block in check_docs.blocks(text_of(os.path.join(ROOT, "docs", "use", "serving.md")))
+                    if block.has_commands()]
+        serve = next(words for _, words in check_docs.commands(block.text) if "serve" in words)
+        lines = [line for line in block.text.splitlines() if line.startswith("curl ")]
+        self.assertTrue(lines)
+        model = os.path.join(self.top, serve[serve.index("--model") + 1])
+        shutil.copytree(self.model, model)
+        with Server("--model", model, "--context", 60) as server:
+            for line in lines:
+                self.assertIn("http://127.0.0.1:8080/", line)
+                done = subprocess.run(["bash", "-c", line.replace("http://127.0.0.1:8080", server.url)],
+                                      capture_output=True, text=True, timeout=60)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                response = json.loads(done.stdout)
+                self.assertEqual(len(response.get("choices", [])), 1, response)
 
     def test_a_model_without_a_chat_template(self):
         base = os.path.join(self.top, "base_model")
