@@ -299,12 +299,13 @@ struct Server::Impl {
         }
         Exchange& e = **held;
         if (*size > 0) {
+            // Of a length that was not said. There can be no answer before its end: the rest is read and dropped.
             e.too_large |= int64_t(e.request.body.size() + *size) > options.max_body;
-            if (e.too_large) return MHD_NO;  // of unknown length: the connection is closed
-            e.request.body.append(data, *size);
+            if (!e.too_large) e.request.body.append(data, *size);
             *size = 0;
             return MHD_YES;
         }
+        if (e.too_large && !e.handed_on) return refuse(e);
         if (!e.handed_on) {
             e.handed_on = true;
             {
@@ -316,7 +317,7 @@ struct Server::Impl {
         return e.respond();
     }
 
-    // Without reading the body.
+    // A body that is too large, whether it was read or not.
     MHD_Result refuse(Exchange& e) {
         e.handed_on = true;
         e.set_header("Connection", "close");

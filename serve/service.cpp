@@ -95,7 +95,8 @@ void Service::end(const Request& r) {
 
 void Service::count() {
     const Scheduler::Counts now = scheduler.counts();
-    metrics.set({now.running, now.waiting, engine.pages_in_use(), engine.pages_in_use() + engine.pages_available()});
+    metrics.set({now.running, now.waiting, engine.pages_in_use(), engine.pages_in_use() + engine.pages_available(),
+                 scheduler.statistics.prompt_tokens});
 }
 
 void Service::fail_all(const ApiError& error) {

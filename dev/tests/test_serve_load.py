@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """`serve` under load, with clients that misbehave or go away, and its end (TRAIN_GPT names the driver)."""
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -167,6 +168,7 @@ class ServeLoad(TrainingTest):
             printed = server.printed()
             self.assertNotIn("alpha", printed)
             self.assertNotIn("beta", printed)
+            self.assertNotIn("without --api-key-file", printed)
         with self.server("--context", 100) as server:
             for path in "/v1/models", "/", "/metrics":
                 self.assertEqual(server.ask("GET", path, Host="evil.example:80")[0], 403, path)
@@ -179,6 +181,67 @@ class ServeLoad(TrainingTest):
                                     "--port", str(server.port)], capture_output=True, text=True)
             self.assertEqual((taken.returncode, taken.stderr.count("\n")), (1, 1), taken.stderr)
             self.assertIn(f"port {server.port} of 127.0.0.1: Address already in use", taken.stderr)
+
+    def test_all_addresses(self):
+        """--host 0.0.0.0 without keys: a warning."""
+        with self.server("--context", 100, "--host", "0.0.0.0") as server:
+            self.assertEqual(server.complete(prompt="a", max_tokens=1)[0], 200)
+            self.assertIn("train_gpt: --host 0.0.0.0 without --api-key-file: everybody who reaches this machine may use "
+                          "the model\n", server.lines)
+
+    def test_prefixes_of_keys(self):
+        """A prompt that the same key has sent before is found in the cache, and not that of another key."""
+        keys = os.path.join(self.top, "keys_of_prefixes")
+        with open(keys, "w") as file:
+            file.write("alpha\nbeta\n")
+        with self.server("--context", 2000, "--slots", 2, "--host", "0.0.0.0", "--api-key-file", keys) as server:
+            self.assertNotIn("without --api-key-file", "".join(server.lines))
+
+            def computed(key):
+                def counts():
+                    text = server.ask("GET", "/metrics", Authorization=f"Bearer {key}")[2]
+                    return [int(re.search(rf"(?m)^train_gpt_{name} (\d+)", text)[1])
+                            for name in ("prefill_tokens_total", "sequences_running")]
+                before = counts()[0]
+                fields = {"model": "m", "prompt": "The cat " * 100, "max_tokens": 2}
+                status, answer = server.post("/v1/completions", fields, Authorization=f"Bearer {key}")
+                self.assertEqual(status, 200, answer)
+                self.eventually(lambda: counts()[1] == 0)
+                return counts()[0] - before
+            first = computed("alpha")
+            self.assertGreaterEqual(first, 800)
+            self.assertLessEqual(computed("alpha"), 128)
+            self.assertEqual(computed("beta"), first)
+            self.assertLessEqual(computed("beta"), 128)
+
+    def test_sizes_that_memory_holds(self):
+        with self.server() as server:
+            slots, context, pages = map(int, re.search(
+                r": (\d+) slots, a context of (\d+) tokens, (\d+) pages of 128 tokens\n", "".join(server.lines)).groups())
+            self.assertGreater(slots, 0)
+            self.assertGreaterEqual(context, 512)
+            self.assertLessEqual(context, 16384)
+            self.assertGreaterEqual(pages * 128, context)
+            self.assertEqual(server.count("pages"), pages)
+            (model,) = json.loads(server.ask("GET", "/v1/models")[2])["data"]
+            self.assertEqual(model["max_model_len"], context)
+
+    def test_a_body_of_unknown_length(self):
+        """A chunked body beyond 16 MiB gets 413, and others are served meanwhile."""
+        def body(mebibytes):
+            yield b'{"model": "m", "prompt": "'
+            for _ in range(mebibytes):
+                yield b"a" * (1 << 20)
+                self.assertEqual(server.complete(prompt="a", max_tokens=1)[0], 200)
+            yield b'"}'
+        with self.server("--slots", 1, "--context", 100) as server:
+            for mebibytes, expected, words in ((15, 400, "exceeds the context"), (17, 413, "too large")):
+                connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+                with contextlib.closing(connection):
+                    connection.request("POST", "/v1/completions", body(mebibytes))
+                    response = connection.getresponse()
+                    self.assertEqual(response.status, expected)
+                    self.assertIn(words, json.loads(response.read())["error"]["message"])
 
     def test_the_end(self):
         """SIGTERM: the running request ends, new ones are refused; with no time left its stream has an error."""
@@ -196,6 +259,15 @@ class ServeLoad(TrainingTest):
             got = rest(s)
             self.assertIn(b"the server is stopping", got)
             self.assertEqual(server.process.wait(20), 0)
+        # A second SIGTERM does not wait.
+        with self.server("--context", 16000, "--drain-timeout", 3600) as server:
+            with contextlib.closing(server.stream(prompt="a", max_tokens=15900, ignore_eos=True)):
+                self.eventually(lambda: server.count("sequences_running") == 1)
+                server.process.send_signal(signal.SIGTERM)
+                self.eventually(lambda: server.complete(prompt="a", max_tokens=1)[0] == 503)
+                self.assertEqual(server.count("sequences_running"), 1)
+                server.process.send_signal(signal.SIGTERM)
+                self.assertEqual(server.process.wait(20), -signal.SIGTERM)
 
     def test_a_fault(self):
         """The engine fails in a step: every open stream gets all that was sent and an error, also where its client reads
@@ -208,6 +280,7 @@ class ServeLoad(TrainingTest):
             def stream(prompt, **fields):
                 fields = {"max_tokens": 15900, "ignore_eos": True, **fields}
                 return stack.enter_context(contextlib.closing(server.stream(prompt=prompt, **fields)))
+            started = len(server.lines)
             open(out_of_memory, "w").close()
             # What the client has not read is 1 MiB at some time.
             late, read, waiting = stream("a", logprobs=20), stream("b"), stream("c")
@@ -218,7 +291,7 @@ class ServeLoad(TrainingTest):
             self.assertIn(fault, got)
             self.assertRegex(rest(waiting), b"^HTTP/1.1 500 (?s:.)*" + fault)
             self.assertEqual(server.process.wait(20), 1)
-            self.assertEqual(server.printed().splitlines()[1:],
+            self.assertEqual(server.printed().splitlines()[started:],
                              ["train_gpt: serve: out of memory; see what a run needs with 'train_gpt plan'"])
 
 
