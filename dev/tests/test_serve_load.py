@@ -124,6 +124,26 @@ class ServeLoad(TrainingTest):
             self.eventually(lambda: running() == 0)
             self.assertEqual(server.count("cancelled_total"), 4)
 
+    def test_a_slot_is_free_at_once(self):
+        """Where a client that waits for a whole answer goes away, the next request starts with the next step."""
+        body = json.dumps({"model": "m", "prompt": "a", "max_tokens": 15900, "ignore_eos": True}).encode()
+        at_once, limit = 0, 0.045 if sanitized() else 0.015
+        with self.server("--slots", 1, "--context", 16000) as server:
+            for i in range(11):
+                leaves = socket.create_connection(("127.0.0.1", server.port))
+                leaves.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+                               % len(body) + body)
+                self.eventually(lambda: server.count("sequences_running") == 1)
+                with contextlib.closing(server.stream(prompt="b", max_tokens=1)) as waits:
+                    self.eventually(lambda: server.count("sequences_waiting") == 1)
+                    time.sleep(0.005 * i)
+                    begin = time.monotonic()
+                    leaves.close()
+                    self.assertIn(b"[DONE]", rest(waits))
+                    at_once += time.monotonic() - begin < limit
+                self.eventually(lambda: server.count("sequences_running") == 0)
+        self.assertGreaterEqual(at_once, 8)
+
     def test_chunks_of_prompts(self):
         """--prefill-chunk: the tokens that one sequence gets while a long prompt of the same request is computed."""
         def tokens_before(*args):
