@@ -145,6 +145,14 @@ void take_common(Fields& f, const ServedModel& m, uint64_t seed, CompletionCall&
     f.text("user");  // for the caller's own records
 }
 
+// The one of two fields with the same meaning that a request has.
+const char* name_of_max_tokens(Fields& f) {
+    if (!f.has("max_completion_tokens")) return "max_tokens";
+    if (f.has("max_tokens"))
+        throw ApiError(BAD_REQUEST, "give 'max_tokens' or 'max_completion_tokens', not both", "max_tokens");
+    return "max_completion_tokens";
+}
+
 void check_lengths(const ServedModel& m, const CompletionCall& call) {
     for (size_t i = 0; i < call.prompts.size(); i++) {
         const int64_t prompt = int64_t(call.prompts[i].size()), tokens = call.fills_context ? 1 : call.max_tokens;
@@ -267,7 +275,7 @@ CompletionCall parse_completion(const std::string& body, const ServedModel& m, u
     call.echo = f.boolean("echo");
     call.logprobs = f.has("logprobs");
     call.top_logprobs = f.whole("logprobs", 0, MAX_TOP_LOGPROBS, 0);
-    call.max_tokens = f.whole("max_tokens", call.echo ? 0 : 1, INT32_MAX, 16);
+    call.max_tokens = f.whole(name_of_max_tokens(f), call.echo ? 0 : 1, INT32_MAX, 16);
     f.allow("best_of", {json(call.n)});
     f.allow("suffix", {json("")});
     take_prompts(f, m, call);
@@ -285,9 +293,7 @@ CompletionCall parse_chat(const std::string& body, const ServedModel& m, uint64_
     call.top_logprobs = f.whole("top_logprobs", 0, MAX_TOP_LOGPROBS, 0);
     if (call.top_logprobs > 0 && !call.logprobs)
         throw ApiError(BAD_REQUEST, "'top_logprobs' needs 'logprobs': true", "top_logprobs");
-    const bool two = f.has("max_tokens") && f.has("max_completion_tokens");
-    if (two) throw ApiError(BAD_REQUEST, "give 'max_tokens' or 'max_completion_tokens', not both", "max_tokens");
-    const char* const most = f.has("max_completion_tokens") ? "max_completion_tokens" : "max_tokens";
+    const char* const most = name_of_max_tokens(f);
     call.fills_context = !f.has(most);
     call.max_tokens = f.whole(most, 1, INT32_MAX, 0);
     f.allow("tools", {json::array()});

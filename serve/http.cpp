@@ -3,7 +3,8 @@
 #include <arpa/inet.h>
 #include <microhttpd.h>
 #include <netdb.h>
-#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -16,8 +17,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <mutex>
-#include <set>
 #include <thread>
 #include <vector>
 
@@ -36,7 +37,8 @@ namespace {
 // do is suspended: libmicrohttpd does not look at it until it is resumed.
 class Exchange : public Reply, public std::enable_shared_from_this<Exchange> {
   public:
-    Exchange(MHD_Connection* c, int s) : connection(c), socket(s) {}
+    // epoll: of the thread that looks for clients that have gone; it is told the id.
+    Exchange(MHD_Connection* c, uint64_t i, int s, int e) : id(i), connection(c), socket(s), epoll(e) {}
 
     void send(int status, const std::string& type, std::string body) override {
         const std::lock_guard lock(mutex);
@@ -75,6 +77,9 @@ class Exchange : public Reply, public std::enable_shared_from_this<Exchange> {
             const std::lock_guard lock(mutex);
             if (!closed) {
                 gone = std::move(function);
+                epoll_event event{EPOLLRDHUP | EPOLLONESHOT, {}};
+                event.data.u64 = id;
+                epoll_ctl(epoll, EPOLL_CTL_ADD, socket, &event);
                 return;
             }
         }
@@ -113,22 +118,15 @@ class Exchange : public Reply, public std::enable_shared_from_this<Exchange> {
             const std::lock_guard lock(mutex);
             connection = nullptr;
             closed = true;
+            epoll_ctl(epoll, EPOLL_CTL_DEL, socket, nullptr);  // the next request on it may be another's
             if (!whole) function.swap(gone);
             gone = nullptr;
         }
         if (function) function();
     }
 
-    // --- the thread that looks for clients that have gone
+    // --- the thread that looks for clients that have gone, and the one that ends the server
 
-    // The socket where the connection is suspended, which libmicrohttpd does not look at; −1: it does.
-    int suspended_socket() const {
-        const std::lock_guard lock(mutex);
-        return suspended ? socket : -1;
-    }
-    void client_has_gone() {
-        if (suspended_socket() >= 0) abandon();
-    }
     // Ends the request as it is; it is not suspended any more.
     void abandon() {
         std::function<void()> function;
@@ -142,6 +140,7 @@ class Exchange : public Reply, public std::enable_shared_from_this<Exchange> {
         if (function) function();
     }
 
+    const uint64_t id;
     Request request;
     bool too_large = false, handed_on = false;
 
@@ -179,7 +178,7 @@ class Exchange : public Reply, public std::enable_shared_from_this<Exchange> {
 
     mutable std::mutex mutex;
     MHD_Connection* connection;
-    const int socket;
+    const int socket, epoll;
     State state = State::Open;
     int code = MHD_HTTP_OK;
     Headers headers;
@@ -236,13 +235,18 @@ struct Server::Impl {
     const std::string too_large;
     MHD_Daemon* daemon = nullptr;
     std::mutex mutex;
-    std::condition_variable work, stop;
+    std::condition_variable work;
     std::deque<std::shared_ptr<Exchange>> queue;  // whole requests, for the threads that run the handler
-    std::set<std::shared_ptr<Exchange>> open;
+    std::map<uint64_t, std::shared_ptr<Exchange>> open;
+    uint64_t last_id = 0;  // of an exchange
     bool stopping = false;
+    const int hangups = epoll_create1(EPOLL_CLOEXEC), stop = eventfd(0, EFD_CLOEXEC);
     std::vector<std::thread> threads;
 
     Impl(const Options& o, Handler h, const std::string& t) : options(o), handle(std::move(h)), too_large(t) {
+        epoll_event stopped{EPOLLIN, {}};
+        require(hangups >= 0 && epoll_ctl(hangups, EPOLL_CTL_ADD, stop, &stopped) == 0,
+                "the HTTP server: ", std::strerror(errno));
         const int fd = listen_on(options);
         daemon = MHD_start_daemon(MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME, 0, nullptr, nullptr, access,
                                   this, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_NOTIFY_COMPLETED, completed, this,
@@ -260,14 +264,16 @@ struct Server::Impl {
         {
             const std::lock_guard lock(mutex);
             stopping = true;
-            left.assign(open.begin(), open.end());
+            for (const auto& [id, e] : open) left.push_back(e);
         }
         work.notify_all();
-        stop.notify_all();
+        eventfd_write(stop, 1);
         for (std::thread& t : threads) t.join();
         for (const auto& e : left) e->abandon();  // libmicrohttpd stops only where nothing is suspended
         MHD_stop_daemon(daemon);
         if (fd != MHD_INVALID_SOCKET) close(fd);
+        close(stop);
+        close(hangups);
     }
 
     static MHD_Result access(void* self, MHD_Connection* connection, const char* url, const char* method, const char*,
@@ -282,11 +288,13 @@ struct Server::Impl {
         if (!held) {
             const MHD_ConnectionInfo* const info =
                 MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-            const auto exchange = std::make_shared<Exchange>(connection, info ? int(info->connect_fd) : -1);
+            std::shared_ptr<Exchange> exchange;
             {
                 const std::lock_guard lock(mutex);
                 if (stopping) return MHD_NO;
-                open.insert(exchange);
+                exchange =
+                    std::make_shared<Exchange>(connection, ++last_id, info ? int(info->connect_fd) : -1, hangups);
+                open[last_id] = exchange;
             }
             *state = new std::shared_ptr<Exchange>(exchange);
             exchange->request.method = method;
@@ -299,12 +307,13 @@ struct Server::Impl {
         }
         Exchange& e = **held;
         if (*size > 0) {
+            // Of a length that was not said. There can be no answer before its end: the rest is read and dropped.
             e.too_large |= int64_t(e.request.body.size() + *size) > options.max_body;
-            if (e.too_large) return MHD_NO;  // of unknown length: the connection is closed
-            e.request.body.append(data, *size);
+            if (!e.too_large) e.request.body.append(data, *size);
             *size = 0;
             return MHD_YES;
         }
+        if (e.too_large && !e.handed_on) return refuse(e);
         if (!e.handed_on) {
             e.handed_on = true;
             {
@@ -316,7 +325,7 @@ struct Server::Impl {
         return e.respond();
     }
 
-    // Without reading the body.
+    // A body that is too large, whether it was read or not.
     MHD_Result refuse(Exchange& e) {
         e.handed_on = true;
         e.set_header("Connection", "close");
@@ -337,7 +346,7 @@ struct Server::Impl {
         Impl& impl = *static_cast<Impl*>(self);
         {
             const std::lock_guard lock(impl.mutex);
-            impl.open.erase(*held);
+            impl.open.erase((*held)->id);
         }
         (*held)->finish(code == MHD_REQUEST_TERMINATED_COMPLETED_OK);
         delete held;
@@ -358,35 +367,27 @@ struct Server::Impl {
         }
     }
 
-    // Of suspended connections: a client that closes its socket is not heard of otherwise.
+    // libmicrohttpd does not hear of a client that closes a suspended connection.
     void look_for_gone_clients() {
-        constexpr int MILLISECONDS = 50;
         for (;;) {
-            std::vector<std::shared_ptr<Exchange>> waiting;
-            std::vector<pollfd> sockets;
+            epoll_event event{};
+            epoll_wait(hangups, &event, 1, -1);
+            std::shared_ptr<Exchange> left;
             {
-                std::unique_lock lock(mutex);
-                stop.wait_for(lock, std::chrono::milliseconds(MILLISECONDS), [&] { return stopping; });
+                const std::lock_guard lock(mutex);
                 if (stopping) return;
-                for (const auto& e : open) {
-                    const int fd = e->suspended_socket();
-                    if (fd < 0) continue;
-                    waiting.push_back(e);
-                    sockets.push_back({fd, POLLRDHUP, 0});
-                }
+                const auto found = open.find(event.data.u64);  // not where the exchange has ended meanwhile
+                if (found != open.end()) left = found->second;
             }
-            if (sockets.empty() || poll(sockets.data(), sockets.size(), 0) <= 0) continue;
-            for (size_t i = 0; i < sockets.size(); i++)
-                if (sockets[i].revents & (POLLRDHUP | POLLHUP | POLLERR)) waiting[i]->client_has_gone();
+            if (left) left->abandon();
         }
     }
 };
 
 Server::Server(const Options& options, Handler handle, const std::string& too_large)
     : impl(std::make_unique<Impl>(options, std::move(handle), too_large)) {}
-Server::~Server() = default;
 
-void Server::drain() {
+Server::~Server() {
     constexpr int TURNS = 200;
     for (int i = 0; i < TURNS; i++) {
         {

@@ -58,11 +58,9 @@ class Server {
     using Handler = std::function<void(const Request&, const std::shared_ptr<Reply>&)>;
     // too_large: body of the answer 413, as application/json.
     Server(const Options& options, Handler handle, const std::string& too_large);
-    // Answers that have not ended break off.
+    // Answers that have ended reach their clients if those read them within a few seconds; the others break off.
     ~Server();
     int port() const;
-    // Waits for answers that have ended to reach their clients, a few seconds at most.
-    void drain();
 
   private:
     struct Impl;

@@ -76,6 +76,8 @@ std::string Metrics::text() const {
                std::to_string(count) + "\n";
     out += value("train_gpt_cancelled_total", "counter", "Requests whose client went away.", cancellations);
     out += value("train_gpt_prompt_tokens_total", "counter", "Tokens of prompts of finished requests.", prompt_tokens);
+    out += value("train_gpt_prefill_tokens_total", "counter",
+                 "Tokens of prompts that were computed, not found in the cache.", gauges.prefill_tokens);
     out += value("train_gpt_completion_tokens_total", "counter", "Tokens of completions of finished requests.",
                  completion_tokens);
     out += value("train_gpt_sequences_running", "gauge", "Sequences with a slot.", gauges.running);

@@ -22,6 +22,7 @@ class Histogram {
 
 struct Gauges {
     int64_t running = 0, waiting = 0, pages_in_use = 0, pages = 0;
+    int64_t prefill_tokens = 0;  // so far
 };
 
 // Any thread may call these.

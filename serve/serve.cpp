@@ -19,7 +19,7 @@ struct ServeOptions {
     std::vector<std::string> adapters, origins;
     std::string host = "127.0.0.1", key_file, name;
     int port = 8080;
-    int64_t slots = 0, context = 0, max_queue = 256;
+    int64_t slots = 0, context = 0, max_queue = 256, prefill_chunk = 0;
     double drain_timeout = 30;
     bool batch_invariant = false, random_weights = false;
 };
@@ -49,6 +49,11 @@ ServeOptions parse_serve(const Args& args) {
     app.add_option("--max-queue", o.max_queue, "sequences that may wait for a slot; beyond it requests get 503")
         ->check(at_least(0))
         ->capture_default_str();
+    app.add_option("--prefill-chunk", o.prefill_chunk,
+                   str("most tokens of prompts in a decode step or between two, a multiple of ", KV_PAGE,
+                       "; default, as measured: ", Engine::PROMPT_TOKENS_BESIDE_DECODING, " to ",
+                       Engine::JOINT_PASS_ROWS, ", more where many prompts wait or nothing generates"))
+        ->check(at_least(1));
     app.add_option("--api-key-file", o.key_file, "file with the keys that requests must send, one a line");
     app.add_option("--cors-origin", o.origins,
                    "web page that may ask besides the server's own, as https://example.org; * for all; may be given "
@@ -63,6 +68,8 @@ ServeOptions parse_serve(const Args& args) {
         ->group("");
     add_sampling_flags(app, o.sampling);
     parse(app, args);
+    if (o.prefill_chunk % KV_PAGE != 0)
+        throw UsageError(str("--prefill-chunk: ", o.prefill_chunk, " is not a multiple of ", KV_PAGE));
     return o;
 }
 
@@ -165,7 +172,7 @@ void run_serve(const Args& args) {
     model.fixed_seed = is_typed("--seed", args);
 
     catch_stop_signals();
-    Service service(m.engine, model, o.max_queue);
+    Service service(m.engine, model, o.max_queue, o.prefill_chunk);
     Routes routes(service, access);
     http::Options http_options;
     http_options.host = o.host;
@@ -183,5 +190,4 @@ void run_serve(const Args& args) {
               << engine_options.cache_pages << " pages of " << KV_PAGE << " tokens\n"
               << std::flush;
     service.run(stop_requested, o.drain_timeout);
-    server.drain();
 }

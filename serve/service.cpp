@@ -10,9 +10,10 @@ Answer::Sequence& sequence_of(const Request& r) {  // the scheduler hands out wh
 
 }  // namespace
 
-Service::Service(Engine& e, const ServedModel& m, int64_t max_queue)
+Service::Service(Engine& e, const ServedModel& m, int64_t max_queue, int64_t chunk_tokens)
     : model(m),
-      scheduler(e, {.slide = false}, [this](const Request& r) { end(r); }),
+      scheduler(
+          e, {.slide = false}, [this](const Request& r) { end(r); }, chunk_tokens),
       engine(e),
       most_sequences(e.options.slots + max_queue) {
     scheduler.on_token = [this](const Request& r) { token(r); };
@@ -94,7 +95,8 @@ void Service::end(const Request& r) {
 
 void Service::count() {
     const Scheduler::Counts now = scheduler.counts();
-    metrics.set({now.running, now.waiting, engine.pages_in_use(), engine.pages_in_use() + engine.pages_available()});
+    metrics.set({now.running, now.waiting, engine.pages_in_use(), engine.pages_in_use() + engine.pages_available(),
+                 scheduler.statistics.prompt_tokens});
 }
 
 void Service::fail_all(const ApiError& error) {

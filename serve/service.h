@@ -16,8 +16,8 @@
 
 class Service {
   public:
-    // max_queue: sequences that may wait beside those that have slots.
-    Service(Engine& engine, const ServedModel& model, int64_t max_queue);
+    // max_queue: sequences that may wait beside those that have slots. chunk_tokens: as the scheduler takes it.
+    Service(Engine& engine, const ServedModel& model, int64_t max_queue, int64_t chunk_tokens);
 
     // --- any thread
 

@@ -12,6 +12,7 @@
 //   CRASH_SHIM_AT    n, from 1; with 0, or an n that is never reached, the process runs as usual
 //   CRASH_SHIM_FOR   how many calls fail from the n-th on; 1 if not set
 //   CRASH_SHIM_THREADS   so many threads can run beside the first one; no limit if not set
+//   CRASH_SHIM_MEMORY    a file: once it exists, the next call of malloc for 1 MiB or more fails, in whatever mode
 //
 // Data that was written before the failure stays. The loss of the page cache in a power cut is not simulated.
 #define _GNU_SOURCE
@@ -149,4 +150,15 @@ int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*
     __atomic_sub_fetch(&threads, 1, __ATOMIC_SEQ_CST);
     free(start);
     return error;
+}
+
+extern void* __libc_malloc(size_t bytes);  // glibc's own, because dlsym may allocate
+
+void* malloc(size_t bytes) {
+    static int failed;
+    const char* file = bytes >= 1 << 20 ? getenv("CRASH_SHIM_MEMORY") : NULL;
+    if (!file || access(file, F_OK) != 0 || __atomic_exchange_n(&failed, 1, __ATOMIC_SEQ_CST))
+        return __libc_malloc(bytes);
+    errno = ENOMEM;
+    return NULL;
 }

@@ -66,11 +66,11 @@ def needs_serve():
 class Server:
     """The server as a process, once it says where it listens. `with` ends it."""
 
-    def __init__(self, *args):
+    def __init__(self, *args, env=None):
         command = [DRIVER, "serve", "--port", "0", *map(str, args)]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT, text=True,
-                                        env={**ENVIRONMENT, "OMP_WAIT_POLICY": "passive"})
+                                        env={**ENVIRONMENT, "OMP_WAIT_POLICY": "passive", **(env or {})})
         self.lines = []
         for line in self.process.stdout:
             self.lines.append(line)

@@ -6,11 +6,16 @@ import math
 import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 import unittest
 
 from harness import ROOT, cuda, run, text_of
 from serving import ChatModelTest, Server, checkpoint
+
+sys.path.insert(0, os.path.join(ROOT, "scripts"))
+import check_docs  # noqa: E402
 
 try:
     import openai
@@ -349,7 +354,7 @@ class ServeTest(ChatModelTest):
             "top_k": [1.5, "x", 2**40], "min_p": [-0.1, 2], "repetition_penalty": [0, -1, "x", 1e-320],
             "presence_penalty": [2.5], "frequency_penalty": [-3], "seed": ["x", 1.5],
             "stop": [5, "", ["a", 5], ["x"] * 99], "stream": ["yes", 1], "n": [0, -1, 1000, 1.5],
-            "max_tokens": [-1, 1.5, "x", 2**70], "ignore_eos": ["no"], "logit_bias": [{"5": 1}],
+            "max_tokens": [-1, 1.5, "x", 2**70], "max_completion_tokens": [0, "x"], "ignore_eos": ["no"], "logit_bias": [{"5": 1}],
             "response_format": [{"type": "json_object"}], "user": [5], "stream_options": [{"include_usage": True}, 5],
             "an_unknown_field": [1], "<b>": [1],
         }
@@ -361,7 +366,7 @@ class ServeTest(ChatModelTest):
                 "messages": ["x", [], [5], [{}], [{"role": "tool", "content": "x"}], [{"role": "user"}],
                              [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "image_url"}]}],
                              [{"role": "user", "content": "x", "tool_calls": [1]}]],
-                "logprobs": [1, "x"], "top_logprobs": [1, 21], "max_completion_tokens": [0, "x"], "tools": [[{}]],
+                "logprobs": [1, "x"], "top_logprobs": [1, 21], "tools": [[{}]],
                 "tool_choice": ["required"], "prompt": ["x"], "echo": [True], "functions": [[]], "audio": [{}]}),
         }
         for path, (valid, more) in ways.items():
@@ -375,9 +380,17 @@ class ServeTest(ChatModelTest):
                         self.assertEqual(error["type"], "invalid_request_error")
                         self.assertTrue(error["param"].startswith(field), error)
                         self.assertIn(field, error["message"])
+            with self.subTest(path=path):
+                both = {"model": "tiny", **valid, "max_tokens": 1, "max_completion_tokens": 1}
+                status, response = self.server.post(f"/v1/{path}", both)
+                self.assertEqual((status, response["error"]["param"]), (400, "max_tokens"))
+                self.assertIn("not both", response["error"]["message"])
         # null is as if the field were not there; so are values that change nothing.
         self.ask(prompt="x", temperature=None, stop=None, stream=None, logprobs=None, logit_bias={}, best_of=1,
                  user="me")
+        for fields in ({"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": None}):
+            response = self.ask(prompt="x", ignore_eos=True, **fields)
+            self.assertEqual(response["usage"]["completion_tokens"], 3, fields)
         self.ask("chat/completions", tools=[], response_format={"type": "text"}, max_completion_tokens=2,
                  top_logprobs=0)
 
@@ -436,6 +449,24 @@ class ServeTest(ChatModelTest):
             after = self.server.metrics()
         self.assertEqual([after[gauge] for gauge in GAUGES], [0, 0, 0])
         self.assertGreater(after["pages"], 0)
+
+    def test_the_page_of_the_docs(self):
+        """The lines of curl in docs/use/serving.md, as printed but for the port, with a model at the path it names."""
+        (block,) = [block for block in check_docs.blocks(text_of(os.path.join(ROOT, "docs", "use", "serving.md")))
+                    if block.has_commands()]
+        serve = next(words for _, words in check_docs.commands(block.text) if "serve" in words)
+        lines = [line for line in block.text.splitlines() if line.startswith("curl ")]
+        self.assertTrue(lines)
+        model = os.path.join(self.top, serve[serve.index("--model") + 1])
+        shutil.copytree(self.model, model)
+        with Server("--model", model, "--context", 60) as server:
+            for line in lines:
+                self.assertIn("http://127.0.0.1:8080/", line)
+                done = subprocess.run(["bash", "-c", line.replace("http://127.0.0.1:8080", server.url)],
+                                      capture_output=True, text=True, timeout=60)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                response = json.loads(done.stdout)
+                self.assertEqual(len(response.get("choices", [])), 1, response)
 
     def test_a_model_without_a_chat_template(self):
         base = os.path.join(self.top, "base_model")
