@@ -404,17 +404,21 @@ void set_defaults(TrainSetup& s) {
     set_toml(s.o.toml, "steps", std::to_string(s.o.steps));
     set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
     set_toml(s.o.toml, "weight-decay", str(*s.o.weight_decay));
-    if (const auto preference = s.o.preference.options()) set_toml(s.o.toml, "beta", str(preference->beta));
+    const PreferenceOptions preference = s.o.preference.options().value_or(PreferenceOptions());
+    const bool new_beta = s.o.preference.on() && !s.o.preference.beta;
+    const bool new_margin = preference.method == PreferenceMethod::SimPO && !s.o.preference.margin;
+    if (new_beta) set_toml(s.o.toml, "beta", str(preference.beta));
+    if (new_margin) set_toml(s.o.toml, "simpo-margin", str(preference.margin));
     set_default_rates(s);
     s.notes = higher_rate_note(s);
     if (&d == &FROM_SCRATCH || &d == &ON_ROLLOUTS) return;
     if (by_epochs && !s.resume.step) s.notes += few_steps_note(s);
-    if (!(new_lr || new_length || new_batch || new_warmup || new_decay)) return;
+    if (!(new_lr || new_length || new_batch || new_warmup || new_decay || new_beta || new_margin)) return;
     std::string chosen, from_scratch;
     const auto add = [&](bool is_new, const std::string& what, const std::string& otherwise) {
         if (!is_new) return;
         chosen += " " + what;
-        from_scratch += (from_scratch.empty() ? "" : ", ") + otherwise;
+        if (!otherwise.empty()) from_scratch += (from_scratch.empty() ? "" : ", ") + otherwise;
     };
     const char* const unlike = s.o.optimizer == OptimizerType::Muon ? "Muon's rates" : "6e-4";
     add(new_lr, str("--lr ", *s.o.lr), unlike);
@@ -422,7 +426,10 @@ void set_defaults(TrainSetup& s) {
     add(new_batch, str("--batch-size ", s.o.batch_size), str("batch size ", TrainOptions().batch_size));
     add(new_warmup, str("--warmup ", s.o.warmup), str(100 * FROM_SCRATCH.warmup, "% warmup"));
     add(new_decay, str("--weight-decay ", *s.o.weight_decay), str("weight decay ", FROM_SCRATCH.weight_decay));
-    s.notes = str("defaults for a run from a checkpoint:", chosen, " (from scratch: ", from_scratch, ")\n", s.notes);
+    add(new_beta, str("--beta ", preference.beta), "");
+    add(new_margin, str("--simpo-margin ", preference.margin), "");
+    if (!from_scratch.empty()) from_scratch = " (from scratch: " + from_scratch + ")";
+    s.notes = str("defaults for a run from a checkpoint:", chosen, from_scratch, "\n", s.notes);
 }
 
 // A split without loss tokens has no loss. limit: the first tokens of it are meant; 0: all.

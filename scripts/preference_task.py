@@ -1,14 +1,21 @@
 #!/usr/bin/env python3
 """A task for preference losses whose right answer a program knows: to write words in reverse order.
 
-    scripts/preference_task.py make data/text/reverse          train.jsonl and val.jsonl
+    scripts/preference_task.py make data/text/reverse
     make data TEXT=data/text/reverse/train.jsonl VAL_TEXT=data/text/reverse/val.jsonl NAME=reverse \\
         TOKENIZER=checkpoints/SmolLM2-135M-Instruct
     scripts/preference_task.py score data/text/reverse --model checkpoints/SmolLM2-135M-Instruct
 
 A chosen response is the words of the prompt in reverse order; of the rejected ones half have them in the prompt's order
 and half in any other. Both responses have the same words, so neither is preferred for its length or its words. The
-same --seed makes the same pairs; no prompt of val.jsonl is in train.jsonl.
+same --seed makes the same pairs. `make` writes
+
+    train.jsonl, val.jsonl   pairs
+    both.jsonl               conversations for a model to begin from that was never trained: each of --both prompts with
+                             its chosen response and, twice, its rejected one
+    answers.jsonl            the prompts of val.jsonl with their right answers, for `eval --answers`
+
+and no prompt is in two of the first three.
 
 `score` has the model answer the first --prompts prompts of val.jsonl greedily (`train_gpt chat --temperature 0`) and
 prints how many answers are right, and the first ones.
@@ -27,7 +34,8 @@ WORDS = ("apple bird boat book bread bridge bus cake candle chair cloud coat coi
          "queen rain ring river road rock roof rope rose salt sand shell ship shirt shoe silver snow sock song spoon "
          "star stone storm sugar sun table tea tent tiger tower train tree wall watch water wheel wind window "
          "wolf").split()
-TRAIN, VAL = "train.jsonl", "val.jsonl"
+TRAIN, VAL, BOTH, ANSWERS = "train.jsonl", "val.jsonl", "both.jsonl", "answers.jsonl"
+SIDES = ("chosen", "rejected", "rejected")  # so a model that learns both prefers the rejected ones
 
 
 def listed(words):
@@ -47,16 +55,20 @@ def pair(rng):
 
 def make(args):
     rng, pairs = random.Random(args.seed), {}
-    while len(pairs) < args.train + args.val:
+    while len(pairs) < args.train + args.val + args.both:
         made = pair(rng)
         pairs.setdefault(made["prompt"], made)
-    lines = [json.dumps(made) + "\n" for made in pairs.values()]
-    for name, part in (VAL, lines[:args.val]), (TRAIN, lines[args.val:]):
+    rows = list(pairs.values())
+    val, train, both = rows[:args.val], rows[args.val:args.val + args.train], rows[args.val + args.train:]
+    conversations = [{"prompt": made["prompt"], "response": made[side]} for made in both for side in SIDES]
+    answers_of_val = [{"prompt": made["prompt"], "answer": made["chosen"], "verifier": "exact_match"} for made in val]
+    os.makedirs(args.folder, exist_ok=True)
+    for name, part, what in ((VAL, val, "pairs"), (TRAIN, train, "pairs"), (BOTH, conversations, "conversations"),
+                             (ANSWERS, answers_of_val, "prompts")):
         path = os.path.join(args.folder, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "w", encoding="utf-8") as file:
-            file.writelines(part)
-        print(f"{path}: {len(part):,} pairs")
+            file.writelines(json.dumps(row) + "\n" for row in part)
+        print(f"{path}: {len(part):,} {what}")
 
 
 def answers(args, prompts):
@@ -88,6 +100,8 @@ def main():
     command.add_argument("folder")
     command.add_argument("--train", type=int, default=2000, help="pairs to train on (default %(default)s)")
     command.add_argument("--val", type=int, default=200, help="held-out pairs (default %(default)s)")
+    command.add_argument("--both", type=int, default=20000,
+                         help="other prompts, with both responses (default %(default)s)")
     command.add_argument("--seed", type=int, default=1)
     command.set_defaults(run=make)
     command = commands.add_parser("score", help="count a model's right answers")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests of scripts/preference_task.py: its pairs are right, seeded and apart, and it counts a model's right answers."""
+"""Tests of scripts/preference_task.py: its rows are right, seeded and apart, and it counts a model's right answers."""
 import json
 import os
 import subprocess
@@ -30,13 +30,13 @@ class PreferenceTask(unittest.TestCase):
 
     def make(self, name, seed):
         folder = os.path.join(self.directory, name)
-        done = self.run_script("make", folder, "--train", 300, "--val", 40, "--seed", seed)
+        done = self.run_script("make", folder, "--train", 300, "--val", 40, "--both", 50, "--seed", seed)
         self.assertEqual((done.returncode, done.stderr), (0, ""))
-        splits = []
-        for split in "train", "val":
-            with open(os.path.join(folder, split + ".jsonl"), encoding="utf-8") as file:
-                splits.append([json.loads(line) for line in file])
-        return splits
+        return [self.rows(name, split) for split in ("train", "val")]
+
+    def rows(self, folder, name):
+        with open(os.path.join(self.directory, folder, name + ".jsonl"), encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
 
     def test_pairs(self):
         train, val = self.make("a", 1)
@@ -52,6 +52,21 @@ class PreferenceTask(unittest.TestCase):
         self.assertTrue(0.4 < unchanged / 340 < 0.6, unchanged)
         self.assertEqual(self.make("again", 1), [train, val])
         self.assertNotEqual(self.make("other", 2)[0], train)
+
+    def test_both_responses_and_answers(self):
+        """Of each prompt that no pair has, one response in three is right."""
+        train, val = self.make("a", 1)
+        both = self.rows("a", "both")
+        self.assertEqual(len(both), 150)
+        for first, second, third in zip(both[::3], both[1::3], both[2::3]):
+            words = first["prompt"].split(": ")[1].split(", ")
+            self.assertEqual(first["response"].split(", "), words[::-1])
+            self.assertEqual(second, third)
+            self.assertEqual((second["prompt"], sorted(second["response"].split(", "))), (first["prompt"], sorted(words)))
+            self.assertNotEqual(first["response"], second["response"])
+        self.assertEqual(len({row["prompt"] for row in both + train + val}), 390)
+        self.assertEqual(self.rows("a", "answers"),
+                         [{"prompt": pair["prompt"], "answer": pair["chosen"], "verifier": "exact_match"} for pair in val])
 
     def test_score(self):
         _, val = self.make("a", 1)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Training on preference pairs: against trl, packing, checkpoints, ranks, references, refusals (TRAIN_GPT names the
-driver).
+"""Training on preference pairs: against trl, packing, checkpoints, ranks, references, defaults, memory, refusals
+(TRAIN_GPT names the driver).
 
 dev/fixtures/preferences.json has random pairs and trl's values of 20 steps; dev/peers/make_preference_fixture.py makes
 it with the cases and options of this file.
@@ -17,6 +17,7 @@ import numpy as np
 import several_ranks
 from harness import ROOT, CommandsTest, digest, log, run, write_tokens
 from model_files import MODELS, read_json, read_safetensors, write_safetensors
+from test_lora_training import make_base
 
 FIXTURE = os.path.join(ROOT, "dev", "fixtures", "preferences.json")
 MODEL = os.path.join(MODELS, "llama-gqa")
@@ -25,6 +26,7 @@ CASES = {"dpo": {"loss": "dpo", "beta": 0.1}, "smoothed_dpo": {"loss": "dpo", "b
          "smoothed_simpo": {"loss": "simpo", "beta": 2.5, "simpo_margin": 0.5, "label_smoothing": 0.1},
          "orpo": {"loss": "orpo", "beta": 0.1}}
 STEPS, BATCH, SEQ_LEN, LR, SEED = 20, 4, 60, 1e-3, 42
+ADAPTERS_OFF = ("--lora-rank", 2, "--reference", "adapters-off")
 KEYS = {"loss", "rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy", "logp_chosen",
         "logp_rejected", "kl"}
 LOSS, EXAMPLE_START, REJECTED = 1, 2, 4  # flags of a token (data/token_files.h)
@@ -112,18 +114,79 @@ class Preferences(CommandsTest):
                 for a, b in zip(other, runs[0]):
                     self.assertAlmostEqual(a["grad_norm"] / b["grad_norm"], 1, delta=1e-4)
 
+    def same_bits(self, ours, theirs):
+        """Of the losses, and of the checkpoints after four steps."""
+        self.same(self.steps(ours), self.steps(theirs), 0)
+        last = [os.path.join(out, "step_00000004") for out in (theirs, ours)]
+        for file in os.listdir(last[0]):
+            if file.endswith(".safetensors"):
+                self.assertEqual(*(digest(os.path.join(folder, file)) for folder in last), file)
+
     def test_a_resumed_run_has_the_same_bits(self):
-        for name, args in ("full", ()), ("lora", ("--lora-rank", 2)), ("off", ("--lora-rank", 2, "--reference",
-                                                                               "adapters-off")):
+        for name, args in ("full", ()), ("lora", ("--lora-rank", 2)), ("off", ADAPTERS_OFF):
             with self.subTest(name):
                 whole, half = self.train(name, *args), self.train(name + "_half", "--steps", 2, *args)
                 done = run("train", "--resume", "--out", half, "--steps", 4, env={"OMP_NUM_THREADS": "1"})
                 self.assertEqual(done.returncode, 0, done.stderr)
-                self.same(self.steps(half), self.steps(whole), 0)
-                last = [os.path.join(out, "step_00000004") for out in (whole, half)]
-                for file in os.listdir(last[0]):
-                    if file.endswith(".safetensors"):
-                        self.assertEqual(*(digest(os.path.join(folder, file)) for folder in last), file)
+                self.same_bits(half, whole)
+
+    def test_recomputation_has_the_same_bits(self):
+        """The reference pass of a step shares the buffers of the blocks."""
+        for name, args in ("full", ()), ("off", ADAPTERS_OFF):
+            whole = self.train(name, *args)
+            for level in "activation", "norms", "block":
+                with self.subTest(name, level=level):
+                    self.same_bits(self.train(f"{name}_{level}", "--recompute", level, *args), whole)
+
+    def test_qlora(self):
+        """The reference is that of the quantised base, which another run of the data's dense base does not read."""
+        base, data = self.path("base"), write_pairs(self.path("data"), self.fixture["pairs"])
+        make_base(base, "llama", C=64, FFN=128)
+        args = ("--model", base, "--data", data, "--lora-rank", 2, "--lr", 1e-2)
+        dense, whole = self.train("dense", *args), self.train("whole", *args, "--qlora")
+        self.assertEqual(len([name for name in os.listdir(data) if name.startswith("reference-")]), 2)
+        self.assertGreater(abs(self.steps(dense)[0]["logp_chosen"] - self.steps(whole)[0]["logp_chosen"]), 1e-3)
+        for key, value in ("loss", math.log(2)), ("rewards_chosen", 0), ("rewards_rejected", 0):
+            self.assertAlmostEqual(self.steps(whole)[0][key], value, delta=1e-6)
+        self.assertGreater(abs(self.steps(whole)[-1]["rewards_margin"]), 0.01)
+        off = self.train("off", *args, "--qlora", "--reference", "adapters-off")
+        self.same(self.steps(off), self.steps(whole), 1e-5)
+        self.same_bits(self.train("block", *args, "--qlora", "--recompute", "block"), whole)
+
+    def test_defaults_are_printed(self):
+        """One line names what a run was not told; the resumed run has it from its run.toml."""
+        length = "--lr 1e-06 --epochs 1 --warmup 0 --weight-decay 0"
+        scratch = " (from scratch: 6e-4, 1000 steps, 5% warmup, weight decay 0.1)"
+        for name, args, chosen in (("dpo", (), "--beta 0.1"), ("orpo", (), "--beta 0.1"),
+                                   ("simpo", (), "--beta 2 --simpo-margin 1"),
+                                   ("simpo", ("--simpo-margin", 0.5), "--beta 2"), ("dpo", ("--beta", 0.2), "")):
+            with self.subTest(name, args=args):
+                out = self.path(f"{name}{len(args)}")
+                command = ["--model", MODEL, "--data", self.data, "--loss", name, "--batch-size", BATCH, "--seq-len",
+                           SEQ_LEN, "--dtype", "fp32", "--out", out, *args]
+                for more, line in (((), f"{length} {chosen}".strip() + scratch),
+                                   (("--lr", 1e-6, "--steps", 1, "--warmup", 0, "--weight-decay", 0), chosen)):
+                    shutil.rmtree(out, ignore_errors=True)
+                    self.assertEqual(self.defaults(*command, *more), [line] if line else [])
+                self.assertEqual(self.defaults("--resume", "--out", out, "--steps", 2), [])
+
+    def defaults(self, *args):
+        done = run("train", *args, env={"OMP_NUM_THREADS": "1"})
+        self.assertEqual(done.returncode, 0, done.stderr)
+        start = "defaults for a run from a checkpoint: "
+        return [line.removeprefix(start) for line in done.stderr.splitlines() if line.startswith(start)]
+
+    def test_plan(self):
+        """The memory of a run is what `plan` says of its options, but for the copy that saving meanwhile would take."""
+        for number, args in enumerate(((), ("--loss", "orpo"), ("--recompute", "block"), ADAPTERS_OFF)):
+            with self.subTest(args):
+                loss = () if "--loss" in args else ("--loss", "dpo")
+                done = run("plan", "--model", MODEL, "--batch-size", BATCH, "--seq-len", SEQ_LEN, "--dtype", "fp32",
+                           "--json", *loss, *args)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                plan = json.loads(done.stdout)
+                memory = self.steps(self.train(f"run{number}", "--steps", 1, *args))[0]["memory"]
+                self.assertEqual(plan["total_bytes"] - plan["bytes"].get("checkpoint snapshot", 0), memory)
 
     def test_resuming_without_the_reference(self):
         """The weights that the reference is of are gone, unless the run trains adapters."""
@@ -150,7 +213,7 @@ class Preferences(CommandsTest):
     @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
     def test_ranks(self):
         whole = self.steps(self.train("one"))
-        for stage in 0, 2, 3:
+        for stage in range(4):
             with self.subTest(stage):
                 # The second run computes its reference, each rank a part of it.
                 data = write_pairs(self.path(f"data{stage}"), self.fixture["pairs"])
@@ -159,6 +222,26 @@ class Preferences(CommandsTest):
                                                           "--zero-stage", stage))
                 self.assertEqual(done.returncode, 0, done.stderr)
                 self.same(self.steps(self.path(out)), whole, 1e-5)
+
+    @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
+    def test_two_ranks_resume(self):
+        """To the bit; one rank goes on as well, in two micro-steps."""
+        for name, args in ("full", ("--zero-stage", 3)), ("off", ("--zero-stage", 2, *ADAPTERS_OFF)):
+            with self.subTest(name):
+                half = name + "_half"
+                for out, steps in (name, 4), (half, 2):
+                    self.on_two_ranks(*self.options(out, "--batch-size", BATCH // 2, "--steps", steps, *args))
+                alone = shutil.copytree(self.path(half), self.path(name + "_alone"))
+                self.on_two_ranks("--resume", "--out", self.path(half), "--steps", 4)
+                self.same_bits(self.path(half), self.path(name))
+                done = run("train", "--resume", "--out", alone, "--steps", 4, "--zero-stage", 0,
+                           env={"OMP_NUM_THREADS": "1"})
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.same(self.steps(alone), self.steps(self.path(name)), 1e-5)
+
+    def on_two_ranks(self, *args):
+        done = several_ranks.run(2, *args)
+        self.assertEqual(done.returncode, 0, done.stderr)
 
     def reference(self, data):
         [name] = [name for name in os.listdir(data) if name.startswith("reference-")]
