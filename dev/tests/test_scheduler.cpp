@@ -270,7 +270,7 @@ int64_t compare_schedules(const Model& model, const RandomAdapters& adapters, co
     return suspensions;
 }
 
-// On a GPU in all dtypes. FUZZ_ROUNDS=21 in the environment makes 10,000 requests of the 480 that this test and the
+// On a GPU in all dtypes. FUZZ_ROUNDS=21 in the environment makes 10,000 requests of the 490 that this test and the
 // next two have together.
 TEST_P(GenerationByType, EachRequestOfAScheduleHasTheTokensThatItHasAlone) {
     const ModelConfig& c = driver.model.config;
