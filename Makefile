@@ -360,7 +360,7 @@ $(BUILD)/dev/ladder/%: $$(call object,dev/ladder/$$* dev/bench/machine_limits) $
 
 # The checkpoint tests preload this library into themselves.
 $(BUILD)/dev/test_checkpoint: | $(BUILD)/dev/crash_shim.so
-$(addprefix $(BUILD)/dev/test_,alloc_shim training engine): | $(BUILD)/dev/alloc_shim.so
+$(addprefix $(BUILD)/dev/test_,alloc_shim training engine scheduler): | $(BUILD)/dev/alloc_shim.so
 
 $(BUILD)/dev/%.so: dev/tests/%.c $(BUILD)/flags
 	@mkdir -p $(@D)

@@ -201,6 +201,7 @@ class Engine {
     int64_t pages_missing() const;
     // How many pages are in use.
     int64_t pages_in_use() const { return cache.pages_in_use(); }
+    const KvCache& kv_cache() const { return cache; }  // a test looks at which sequences hold them
 
     // Gives an empty slot what the cache still has of the beginning of a sequence with these tokens. Returns how many
     // tokens that is, a multiple of KV_PAGE and fewer than all; prefill() continues with the next one. 0 for models
@@ -222,6 +223,7 @@ class Engine {
     void suspend(int64_t slot);
     void resume(int64_t slot);
     bool can_resume(int64_t slot) const;
+    bool is_suspended(int64_t slot) const { return suspended.count(slot) > 0; }
     // The oldest step that was not read yet. Valid until the next call. Throws Error if the logits were not finite.
     const Step& next();
     bool pending() const { return steps_queued > steps_read; }

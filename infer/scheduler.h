@@ -50,6 +50,7 @@ class Scheduler {
         int64_t running, waiting;  // requests
     };
     Counts counts() const;
+    bool is_free(int64_t slot) const { return !running[size_t(slot)].request; }
 
     GenerateStatistics statistics;
     int64_t suspensions() const { return times_suspended; }  // of sequences, so far

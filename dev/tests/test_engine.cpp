@@ -425,7 +425,8 @@ TEST_P(GenerationByType, SlotsAreReusedByNewSequences) {
     EXPECT_EQ(last, expected({0, random_tokens(c, 5, 9), 7, 0}, last.size()));
 }
 
-// A decode step allocates no memory, except when it needs the graph of a longer context.
+// A decode step allocates no memory, not on the host either, except when it needs the graph of a longer context.
+// (Device memory in steps with all that requests ask for: test_scheduler.cpp.)
 TEST(Engine, StepAllocatesNothing) {
     if (backend_device() == Device::CPU)
         GTEST_SKIP() << "libgomp allocates a thread team if the previous team had another size";

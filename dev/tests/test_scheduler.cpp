@@ -3,13 +3,17 @@
 #include "infer/scheduler.h"
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <set>
-#include <tuple>
+#include <utility>
 
+#include "dev/tests/allocations.h"
 #include "dev/tests/fuzz_rounds.h"
 #include "dev/tests/generation_fixture.h"
+#include "dev/tests/packed_fixture.h"
 #include "dev/tests/test_util.h"
+#include "runtime/model/initialise.h"
 #include "runtime/rng.h"
 
 namespace {
@@ -18,7 +22,7 @@ int64_t random_below(uint64_t seed, uint64_t i, uint64_t j, int64_t n) {
     return int64_t(philox(seed, i, j).v[0] % uint64_t(n));
 }
 
-constexpr int64_t ADAPTERS = 2;
+constexpr int64_t ADAPTERS = 2, TOP_LOGPROBS = 3;
 
 // A request with its completion.
 struct Job {
@@ -35,11 +39,16 @@ struct Job {
         request.completion = completion.get();
     }
     Job(const Job& other) : Job(other.request.tokens, other.request.sequence, other.options.max_tokens) {
+        options.eos = other.options.eos;
         request.sampling = other.request.sampling;
         request.mask = other.request.mask;
+        request.name_space = other.request.name_space;
         request.adapter = other.request.adapter;
+        request.logprobs = other.request.logprobs;
+        request.top_logprobs = other.request.top_logprobs;
         request.prompt_logprobs = other.request.prompt_logprobs;
     }
+    bool has_logprobs() const { return request.logprobs || request.top_logprobs > 0; }
 };
 
 // Requests of one seed: prompts of up to `longest` tokens, some of them equal, with any sampling options.
@@ -51,10 +60,12 @@ std::vector<std::unique_ptr<Job>> random_jobs(const ModelConfig& c, uint64_t see
         const bool repeats = i > 0 && random(0, 3) == 0;
         std::vector<int32_t> prompt =
             repeats ? jobs.back()->request.tokens
-                    : random_tokens(c, 1 + (random(2, 3) ? 90 * random(19, 2) + random(1, 40) : random(1, longest)),
+                    : random_tokens(c, 1 + (random(2, 3) ? 120 * random(19, 3) + random(1, 40) : random(1, longest)),
                                     seed * 1000 + uint64_t(i));
-        if (i > 0 && random(20, 3) == 0) {  // begins like an earlier one
-            const std::vector<int32_t>& other = jobs[size_t(random(21, i))]->request.tokens;
+        const bool begins_alike = i > 0 && random(20, 3) == 0;
+        const int64_t like = begins_alike ? random(21, i) : i - repeats;  // an earlier one, else itself
+        if (begins_alike) {
+            const std::vector<int32_t>& other = jobs[size_t(like)]->request.tokens;
             std::copy_n(other.begin(), std::min(prompt.size(), other.size()), prompt.begin());
         }
         jobs.push_back(std::make_unique<Job>(prompt, i, 1 + random(3, random(4, 2) ? 12 : 150)));
@@ -69,9 +80,19 @@ std::vector<std::unique_ptr<Job>> random_jobs(const ModelConfig& c, uint64_t see
         if (random(14, 3) == 0) o.repeat_penalty = 1.3f;
         if (random(15, 3) == 0) o.frequency_penalty = 0.5f;
         if (random(16, 3) == 0) o.presence_penalty = 0.5f;
+        if (random(25, 3) == 0) o.min_p = 0.1f;
         if (random(17, 2)) job.request.sampling = o;
+        for (int64_t k = random(26, 5); k > 2; k--)
+            job.options.eos.push_back(static_cast<int32_t>(random(25 + uint64_t(k), c.vocab_size)));
+        job.request.logprobs = random(30, 3) == 0;
+        if (random(31, 3) == 0) job.request.top_logprobs = 1 + random(32, TOP_LOGPROBS);
+        job.request.name_space = random(33, 2);
         job.request.prompt_logprobs = random(24, 6) == 0;
         if (random(22, 3) == 0) job.request.adapter = static_cast<int32_t>(random(23, ADAPTERS));
+        if (random(34, 4)) {  // may share the other's pages
+            job.request.name_space = jobs[size_t(like)]->request.name_space;
+            job.request.adapter = jobs[size_t(like)]->request.adapter;
+        }
         if (random(18, 5) == 0) {
             job.request.mask.assign(size_t(c.vocab_size + 31) / 32, 0x55555555);
         }
@@ -86,15 +107,40 @@ EngineOptions options_of(int64_t slots, int64_t context, int64_t pages, bool joi
     o.joint_passes = joint;
     o.sampling_classes = sampling_class::ANY;
     o.prompt_logprobs = true;
+    o.top_logprobs = TOP_LOGPROBS;
     return o;
 }
 
+// The slot of each request that runs holds pages for the tokens that a layer may still see, and no others; that of a
+// suspended sequence, and a free one, holds none. No other page is in use.
+void expect_no_page_leaked(const Engine& engine, const Scheduler& scheduler) {
+    const KvCache& cache = engine.kv_cache();
+    std::vector<int64_t> window(size_t(cache.num_groups()), 0);
+    for (int64_t l = 0; l < engine.config.layers; l++)
+        if (cache.group(l) >= 0) window[size_t(cache.group(l))] = cache.window(l);
+    std::set<std::pair<int64_t, int32_t>> held;  // groups and pages
+    for (int64_t slot = 0; slot < cache.slots; slot++) {
+        const int64_t length = scheduler.is_free(slot) ? 0 : engine.length(slot);
+        for (int64_t g = 0; g < cache.num_groups(); g++) {
+            const int64_t seen = window[size_t(g)] ? window[size_t(g)] - 1 + KvCache::STEPS_BACK : length;
+            for (int64_t begin = 0; begin < cache.capacity; begin += KV_PAGE) {
+                const int32_t row = cache.row(g, slot, begin);
+                const bool needed = begin < length && begin + KV_PAGE > length - seen && !engine.is_suspended(slot);
+                EXPECT_EQ(row >= 0, needed) << "slot " << slot << " of " << length << " tokens, page from " << begin;
+                if (row >= 0) held.insert({g, row / int32_t(KV_PAGE)});
+            }
+        }
+    }
+    EXPECT_EQ(engine.pages_in_use(), int64_t(held.size()));
+}
+
 // Runs a schedule. Returns how many sequences were suspended.
-int64_t run_schedule(Engine& engine, const std::vector<std::unique_ptr<Job>>& jobs, int64_t chunk) {
+int64_t run_schedule(Engine& engine, const std::vector<std::unique_ptr<Job>>& jobs, const ContextPolicy& policy,
+                     int64_t chunk) {
     std::set<int64_t> ended;
     std::vector<int64_t> first_token(jobs.size(), -1);
     Scheduler scheduler(
-        engine, {}, [&](const Request& r) { EXPECT_TRUE(ended.insert(r.sequence).second); }, chunk);
+        engine, policy, [&](const Request& r) { EXPECT_TRUE(ended.insert(r.sequence).second); }, chunk);
     size_t next = 0;
     int64_t suspensions = 0;
     bool more = true;
@@ -102,9 +148,12 @@ int64_t run_schedule(Engine& engine, const std::vector<std::unique_ptr<Job>>& jo
         for (; next < jobs.size() && jobs[next]->arrival <= step; next++) scheduler.add(jobs[next]->request);
         for (size_t i = 0; i < next; i++)
             if (jobs[i]->cancelled == step && !jobs[i]->completion->finish()) scheduler.cancel(jobs[i]->request);
+        const int64_t allocations = device_allocations();
         more = scheduler.step();
+        EXPECT_EQ(device_allocations(), allocations) << "a step allocates device memory";
         suspensions = scheduler.suspensions();
         EXPECT_LT(step, 100000) << "the schedule does not end";
+        expect_no_page_leaked(engine, scheduler);
         if (testing::Test::HasFailure()) return suspensions;
         for (size_t i = 0; i < next; i++)
             if (first_token[i] < 0 && !jobs[i]->completion->tokens().empty()) first_token[i] = step;
@@ -121,28 +170,108 @@ int64_t run_schedule(Engine& engine, const std::vector<std::unique_ptr<Job>>& jo
     return suspensions;
 }
 
-void check_alone(Engine& engine, const std::vector<std::unique_ptr<Job>>& jobs) {
-    for (size_t i = 0; i < jobs.size(); i++) {
-        Job alone(*jobs[i]);
-        Scheduler scheduler(engine, {});
-        scheduler.add(alone.request);
-        while (scheduler.step()) continue;
-        const std::vector<int32_t>&got = jobs[i]->completion->tokens(), &expected = alone.completion->tokens();
-        ASSERT_LE(got.size(), expected.size()) << "request " << i;
-        ASSERT_TRUE(std::equal(got.begin(), got.end(), expected.begin())) << "request " << i;
-        if (jobs[i]->completion->finish() == std::string("cancelled")) continue;
-        ASSERT_EQ(got, expected) << "request " << i;
-        const std::vector<float>&logprobs = jobs[i]->request.prompt_token_logprobs,
-              &of_alone = alone.request.prompt_token_logprobs;
-        ASSERT_EQ(logprobs.size(), of_alone.size()) << "request " << i;
-        for (size_t k = 0; k < logprobs.size(); k++)
-            ASSERT_NEAR(logprobs[k], of_alone[k], 1e-3) << "request " << i << " token " << k;
-        ASSERT_STREQ(jobs[i]->completion->finish(), alone.completion->finish());
+// Of a sequence among others and of the same alone: the same bits, on a GPU nearly.
+void expect_same_logprobs(const std::vector<float>& got, const std::vector<float>& alone) {
+    ASSERT_EQ(got.size(), alone.size());
+    for (size_t i = 0; i < got.size(); i++)
+        ASSERT_NEAR(got[i], alone[i], backend_device() == Device::CPU ? 0 : 1e-3) << "token " << i;
+}
+
+void expect_same_top_logprobs(const std::vector<TokenLogprob>& got, const std::vector<TokenLogprob>& alone) {
+    std::vector<float> logprobs[2];
+    for (const TokenLogprob& t : got) logprobs[0].push_back(t.logprob);
+    for (const TokenLogprob& t : alone) logprobs[1].push_back(t.logprob);
+    expect_same_logprobs(logprobs[0], logprobs[1]);
+    for (size_t i = 0; i < got.size() && backend_device() == Device::CPU; i++) ASSERT_EQ(got[i].token, alone[i].token);
+}
+
+// Of each token of the completion, which a cancelled request has fewer of.
+void expect_same_logprobs_of_completion(const Completion& got, const Completion& alone, size_t top) {
+    const size_t n = got.tokens().size();
+    expect_same_logprobs(got.logprobs(), {alone.logprobs().begin(), alone.logprobs().begin() + std::ptrdiff_t(n)});
+    for (size_t i = 0; i < n; i++) {
+        ASSERT_EQ(got.top_logprobs()[i].size(), top);
+        expect_same_top_logprobs(got.top_logprobs()[i], alone.top_logprobs()[i]);
     }
 }
 
-// Caches from too small to ample, and chunks that cut prompts. On a GPU in all dtypes. FUZZ_ROUNDS=25 in the
-// environment makes 10,000 requests of the 400 that all types have together.
+void check_alone(Engine& engine, const std::vector<std::unique_ptr<Job>>& jobs, const ContextPolicy& policy = {}) {
+    for (size_t i = 0; i < jobs.size(); i++) {
+        SCOPED_TRACE(str("request ", i));
+        const Job& together = *jobs[i];
+        Job alone(together);
+        Scheduler scheduler(engine, policy);
+        scheduler.add(alone.request);
+        while (scheduler.step()) continue;
+        const Request &r = together.request, &of_alone = alone.request;
+        const std::vector<int32_t>&got = r.completion->tokens(), &expected = of_alone.completion->tokens();
+        ASSERT_LE(got.size(), expected.size());
+        ASSERT_TRUE(std::equal(got.begin(), got.end(), expected.begin()));
+        if (together.has_logprobs())
+            expect_same_logprobs_of_completion(*r.completion, *of_alone.completion, size_t(r.top_logprobs));
+        if (r.completion->finish() == std::string("cancelled")) continue;
+        ASSERT_EQ(got, expected);
+        ASSERT_STREQ(r.completion->finish(), of_alone.completion->finish());
+        ASSERT_EQ(r.end, of_alone.end);
+        if (together.has_logprobs()) expect_same_logprobs({r.end_logprob}, {of_alone.end_logprob});
+        expect_same_top_logprobs(r.end_top_logprobs, of_alone.end_top_logprobs);
+        expect_same_logprobs(r.prompt_token_logprobs, of_alone.prompt_token_logprobs);
+        expect_same_top_logprobs(r.prompt_token_top_logprobs, of_alone.prompt_token_top_logprobs);
+        if (testing::Test::HasFailure()) return;
+    }
+}
+
+// An engine and a scheduler of random requests.
+struct ScheduleSetup {
+    int64_t slots, pages, chunk, adapters;
+    bool joint;
+    int64_t context = 760;
+    bool slide = true;
+};
+// Caches from too small to ample, chunks that cut prompts, contexts that sequences fill. Without adapters a GPU's
+// chunks are queued behind steps in flight.
+const ScheduleSetup SETUPS[] = {
+    {6, 6, 128, ADAPTERS, false},      {3, 0, 0, ADAPTERS, false}, {8, 9, 256, ADAPTERS, false, 320},
+    {5, 9, 128, 0, false, 320, false}, {6, 6, 0, ADAPTERS, true},  {8, 9, 128, 0, true},
+};
+
+// Each of `count` requests of a schedule has what it has alone. FUZZ_ROUNDS=n in the environment: n times as many.
+// Returns how many sequences were suspended.
+int64_t compare_schedules(const Model& model, const RandomAdapters& adapters, const ScheduleSetup& setup,
+                          int64_t count) {
+    const ModelConfig& c = model.config;
+    const auto [slots, pages, chunk, adapted, joint, context, slide] = setup;
+    if (joint && c.has_linear_attention()) return 0;
+    SCOPED_TRACE(str(dtype_name(model.precision.dtype), ", ", slots, " slots, ", pages, " pages, ", adapted,
+                     " adapters", joint ? ", joint passes" : "", ", context ", context));
+    const auto options = [&](const EngineOptions& of_cache) {
+        EngineOptions o = of_cache;
+        o.packing = model.precision.packing;
+        o.nf4 = model.nf4 != nullptr;
+        return o;
+    };
+    const RandomAdapters* const used = adapted ? &adapters : nullptr;
+    Generation together(model, options(options_of(slots, context, pages, joint)), used, adapted),
+        alone(model, options(options_of(1, context, 0)), used, adapted);
+    ContextPolicy policy;
+    policy.slide = slide;
+    int64_t suspensions = 0;
+    for (int64_t round = 0; round < fuzz_rounds(); round++) {
+        const uint64_t seed = uint64_t(slots + 100 * round);
+        SCOPED_TRACE(str("seed ", seed));
+        const std::vector<std::unique_ptr<Job>> jobs = random_jobs(c, seed, count, std::min<int64_t>(context, 600));
+        for (size_t i = 0; i < jobs.size() && adapted == 0; i++) jobs[i]->request.adapter = -1;
+        suspensions += run_schedule(together.engine, jobs, policy, chunk);
+        if (testing::Test::HasFailure()) break;
+        // Joint passes promise no bits, but on the CPU no token has differed in 10,000 requests.
+        if (!joint || backend_device() == Device::CPU) check_alone(alone.engine, jobs, policy);
+        if (testing::Test::HasFailure()) break;
+    }
+    return suspensions;
+}
+
+// On a GPU in all dtypes. FUZZ_ROUNDS=21 in the environment makes 10,000 requests of the 490 that this test and the
+// next two have together.
 TEST_P(GenerationByType, EachRequestOfAScheduleHasTheTokensThatItHasAlone) {
     const ModelConfig& c = driver.model.config;
     int64_t suspensions = 0;
@@ -150,33 +279,84 @@ TEST_P(GenerationByType, EachRequestOfAScheduleHasTheTokensThatItHasAlone) {
         Driver d(c, training_shape(1, 8, dtype));
         d.randomise(3);
         const RandomAdapters adapters(d.model, ADAPTERS, 8);
-        // Without adapters a GPU's chunks are queued behind steps in flight.
-        for (const auto& [slots, pages, chunk, adapted, joint] :
-             {std::tuple<int64_t, int64_t, int64_t, int64_t, bool>{6, 6, 128, ADAPTERS, false},
-              {3, 0, 0, ADAPTERS, false},
-              {8, 9, 256, ADAPTERS, false},
-              {5, 9, 128, 0, false},
-              {6, 6, 0, ADAPTERS, true},
-              {8, 9, 128, 0, true}}) {
-            if (joint && c.has_linear_attention()) continue;
-            SCOPED_TRACE(str(dtype_name(dtype), ", ", slots, " slots, ", pages, " pages, ", adapted, " adapters",
-                             joint ? ", joint passes" : ""));
-            EngineOptions o = options_of(slots, 760, pages, joint);
-            Generation together(d.model, o, adapted ? &adapters : nullptr, adapted),
-                alone(d.model, options_of(1, 760, 0), adapted ? &adapters : nullptr, adapted);
-            for (int64_t round = 0; round < fuzz_rounds(); round++) {
-                const uint64_t seed = uint64_t(slots + 100 * round);
-                SCOPED_TRACE(str("seed ", seed));
-                const std::vector<std::unique_ptr<Job>> jobs = random_jobs(c, seed, 20, 600);
-                for (size_t i = 0; i < jobs.size() && adapted == 0; i++) jobs[i]->request.adapter = -1;
-                suspensions += run_schedule(together.engine, jobs, chunk);
-                // Joint passes promise no bits, but on the CPU no token has differed in 10,000 requests.
-                if (!joint || backend_device() == Device::CPU) check_alone(alone.engine, jobs);
-                if (HasFailure()) return;
-            }
+        for (const ScheduleSetup& setup : SETUPS) {
+            suspensions += compare_schedules(d.model, adapters, setup, 10);
+            if (HasFailure()) return;
         }
     }
     EXPECT_GT(suspensions, GetParam() == std::string("SS") ? 0 : -1) << "no cache was too small";
+}
+
+class ModelVariants : public testing::TestWithParam<ModelVariant> {};
+INSTANTIATE_TEST_SUITE_P(Variants, ModelVariants, testing::ValuesIn(MODEL_VARIANTS), variant_name);
+
+// Each family has one of the setups.
+TEST_P(ModelVariants, EachRequestOfAScheduleHasTheTokensThatItHasAlone) {
+    ModelConfig c = base_config();
+    GetParam().apply(c);
+    if (c.positions == Positions::Learned) c.max_positions = 760;
+    const auto variant = std::find_if(std::begin(MODEL_VARIANTS), std::end(MODEL_VARIANTS),
+                                      [](const ModelVariant& v) { return v.name == std::string(GetParam().name); });
+    // Those with joint passes are the last.
+    const size_t setups = std::size(SETUPS) - (c.has_linear_attention() ? 2 : 0);
+    const ScheduleSetup& setup = SETUPS[size_t(variant - std::begin(MODEL_VARIANTS)) % setups];
+    for (const DType dtype : generation_dtypes(c)) {
+        Driver d(c, training_shape(1, 8, dtype));
+        d.randomise(3);
+        compare_schedules(d.model, RandomAdapters(d.model, ADAPTERS, 8), setup, 6);
+        if (HasFailure()) return;
+    }
+}
+
+// Weights that are packed, and bases in NF4.
+TEST(Scheduler, EachRequestOfAScheduleHasTheTokensThatItHasAloneWithQuantisedWeights) {
+    ModelConfig c = long_config("SW");
+    c.channels = 64;
+    c.heads = c.head_size = 8;
+    c.ffn = 128;
+    const Context ctx;
+    std::vector<std::optional<Packings>> packings{std::nullopt};  // NF4
+    for (const Packing packing : ALL_PACKINGS) packings.emplace_back(packing);
+    if (backend_device() == Device::CPU) packings.emplace_back(Packing::Bf16);
+    for (size_t i = 0; i < packings.size(); i++) {
+        SCOPED_TRACE(packings[i] ? name_of(packings[i]->blocks) : "nf4");
+        Model model = inference_model(c, DType::F32, packings[i], !packings[i]);
+        model.allocate(ctx);
+        if (packings[i]) {
+            initialise_weights(model.table, model.arenas, 5, ctx.stream);
+            model.packed->randomise(model.table, 5);
+        } else {
+            Driver::randomise(model, 5);
+        }
+        compare_schedules(model, RandomAdapters(model, ADAPTERS, 8), SETUPS[i % std::size(SETUPS)], 8);
+        if (HasFailure()) return;
+    }
+}
+
+// Nor do a GPU's libraries allocate in a step whose graphs are there: run_schedule() counts what the engine allocates.
+TEST(Scheduler, StepsAllocateNoDeviceMemory) {
+    if (backend_device() == Device::CPU) GTEST_SKIP() << "run_schedule() counts everything";
+    if (why_no_preload()) GTEST_SKIP() << why_no_preload();
+    const Allocations allocations("Scheduler.StepsAllocateNoDeviceMemory");
+    if (!allocations.counting) return;
+    for (const char* attention : {"SS", "SW", "LG"}) {
+        const ModelConfig c = long_config(attention);
+        Driver driver(c, training_shape(1, 8));
+        driver.randomise(3);
+        const RandomAdapters adapters(driver.model, ADAPTERS, 8);
+        for (const bool joint : {false, true}) {
+            if (joint && c.has_linear_attention()) continue;
+            SCOPED_TRACE(str(attention, joint ? ", joint passes" : ""));
+            Generation g(driver.model, options_of(6, 760, 6, joint), &adapters, ADAPTERS);
+            long before = 0;
+            for (int run = 0; run < 2; run++) {
+                g.engine.restart();  // no page is found by its content: the runs are the same
+                before = allocations.device();
+                run_schedule(g.engine, random_jobs(c, 3, 20, 600), {}, KV_PAGE);
+            }
+            EXPECT_EQ(allocations.device(), before);
+        }
+    }
 }
 
 // Three sequences grow in a cache that holds two of them: the youngest is suspended, and goes on when another has

@@ -4,12 +4,19 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 
 #include "runtime/device/target.h"
 #include "runtime/limits.h"
+
+namespace {
+
+std::atomic<int64_t> allocations;
+
+}  // namespace
 
 Device backend_device() {
     return Device::CPU;
@@ -69,7 +76,12 @@ int64_t device_chunk_bytes() {
     return this_target().chunk_bytes();
 }
 
+int64_t device_allocations() {
+    return allocations;
+}
+
 void* device_alloc(size_t bytes) {
+    allocations++;
     // Arenas are read and written sequentially: huge pages avoid most page faults and TLB misses.
     constexpr size_t HUGE_PAGE = size_t(2) << 20;
     const size_t alignment = bytes >= 2 * HUGE_PAGE ? HUGE_PAGE : 64;

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -20,6 +21,8 @@ const char* backend_name() {
 }
 
 namespace {
+
+std::atomic<int64_t> allocations;
 
 cudaDeviceProp properties(const char* op) {
     int device = 0;
@@ -180,8 +183,13 @@ int64_t device_chunk_bytes() {
     return this_target().chunk_bytes();
 }
 
+int64_t device_allocations() {
+    return allocations;
+}
+
 // cudaMalloc aligns to 256 bytes.
 void* device_alloc(size_t bytes) {
+    allocations++;
     void* data = nullptr;
     const cudaError_t status = cudaMalloc(&data, std::max<size_t>(bytes, 1));
     if (status == cudaErrorMemoryAllocation) {
@@ -199,6 +207,7 @@ void device_free(void* data) {
 }
 
 void* host_alloc(size_t bytes) {
+    allocations++;
     void* data = nullptr;
     if (bytes >= PinnedBlocks::LEAST) {
         data = pinned_blocks().allocate(bytes);

@@ -38,6 +38,7 @@ int64_t device_in_use();  // what the calling thread has selected: a new thread 
 
 void* device_alloc(size_t bytes);  // 64-byte aligned, not zeroed (pages are touched on first use)
 void device_free(void* data);
+int64_t device_allocations();  // how often device_alloc() and host_alloc() were called so far, for tests
 
 // Memory that can still be allocated. On the CPU: host_memory_available() of runtime/limits.h.
 int64_t device_memory_available();
