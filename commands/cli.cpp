@@ -690,6 +690,13 @@ CLI::Option* add_rollout_option(CLI::App& app, Sampler& sampler) {
         ->default_str(SAMPLER_NAMES[size_t(sampler)]);
 }
 
+void check_reference_options(const RolloutFlags& rollout, const LoraOptions& lora, const Fp8Options& fp8) {
+    if (rollout.policy.kl > 0 && !lora.on() && fp8.on)
+        throw UsageError(
+            "--kl: with --matmul-dtype fp8 the copy of the first model has no codes; add --lora-rank and --qlora, or "
+            "leave one out");
+}
+
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights) {
     return add_switch(app, "--master-weights", master_weights,
                       "with --dtype bf16: on: the optimizer updates fp32 copies of the weights; off: it updates the "

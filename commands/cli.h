@@ -76,6 +76,8 @@ void check_preference_options(const PreferenceFlags& preference, const LoraOptio
 CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const std::string& description);
 // --rollout, of `rl`.
 CLI::Option* add_rollout_option(CLI::App& app, Sampler& sampler);
+// Throws UsageError for fp8 matmuls beside the copy of the first model that --kl needs without adapters.
+void check_reference_options(const RolloutFlags& rollout, const LoraOptions& lora, const Fp8Options& fp8);
 
 // On stdout: one "key value" a line, or a JSON object.
 void print_result(const nlohmann::ordered_json& result, bool as_json);

@@ -108,6 +108,7 @@ PlanOptions parse_plan(const Args& args) {
     check_lora_options(o.lora, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,
                        o.sharding.zero_stage);
     check_preference_options(o.preference, o.lora, o.fp8);
+    check_reference_options(o.rollout, o.lora, o.fp8);
     const bool streams = offload_options(o.offload).weights;
     if (rollout && (o.preference.on() || streams || o.sharding.zero_stage > 2))
         throw UsageError(str("--rollout-batch-size: 'rl' has no ",

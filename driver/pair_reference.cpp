@@ -20,10 +20,7 @@ json identity(const TrainSetup& s, const Model& model, const TrainingData& data)
     json all = {{"dtype", dtype_name(model.precision.dtype)}, {"base in NF4", model.nf4 != nullptr}};
     for (const auto& [key, value] : LoraAdapter::base_record({s.source.directory}, s.source.config, model.table))
         all[key] = value;
-    if (!s.source.adapter.empty()) {
-        const std::string bytes = read_file(join_path(s.source.adapter, ADAPTER_WEIGHTS));
-        all["adapter"] = crc32c(bytes.data(), int64_t(bytes.size()));
-    }
+    if (!s.source.adapter.empty()) all["adapter"] = LoraAdapter::checksum(s.source.adapter);
     all["training tokens"] = fingerprint(data.train_files);
     if (data.val_files) all["validation tokens"] = fingerprint(*data.val_files);
     return all;

@@ -181,6 +181,8 @@ Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<D
     }
     if (keeps_reference(acts.shape, model)) {
         reference_record = LoraAdapter::fingerprint(setup.lora_base(), model.table);
+        if (!setup.source.adapter.empty())
+            reference_record += str(" with adapter ", LoraAdapter::checksum(setup.source.adapter));
         require(setup.resume.checkpoint.empty() || setup.resume.reference == reference_record, setup.source.directory,
                 " is not the model that the run started from, which --kl compares with (fingerprint ", reference_record,
                 ", it was ", setup.resume.reference, "); restore it");
@@ -461,7 +463,7 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     char text[224];
     std::snprintf(text, sizeof text, "loss %.4f%s  lr %.2e  norm %.3f  %.0f tokens/s  epoch %.2f", r.loss,
                   of_pairs.c_str(), r.lr, r.grad_norm, tokens_per_s, epoch);
-    progress.step(q.step, idle ? of_pairs.substr(2) + "  equal rewards" : q.loss_terms ? text : "no loss tokens");
+    progress.step(q.step, idle ? of_pairs.substr(2) + "  nothing to learn" : q.loss_terms ? text : "no loss tokens");
 
     const bool spike = r.skip == SKIP_SPIKE;
     if (r.skip && !idle)

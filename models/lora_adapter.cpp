@@ -297,6 +297,11 @@ std::string LoraAdapter::fingerprint(const LoraBase& base, const ParamTable& tab
     return text;
 }
 
+uint32_t LoraAdapter::checksum(const std::string& directory) {
+    const std::string bytes = read_file(join_path(directory, ADAPTER_WEIGHTS));
+    return crc32c(bytes.data(), int64_t(bytes.size()));
+}
+
 std::map<std::string, std::string> LoraAdapter::base_record(const LoraBase& base, const ModelConfig& config,
                                                             const ParamTable& table) {
     std::map<std::string, std::string> record = {{FINGERPRINT, fingerprint(base, table)},

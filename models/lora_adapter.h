@@ -43,6 +43,8 @@ class LoraAdapter {
     // Of a base: CRC-32C, as eight hexadecimal digits, of the name, the shape and the first 16384 values, as fp32, of
     // each tensor in the table's order.
     static std::string fingerprint(const LoraBase& base, const ParamTable& table);
+    // Of an adapter in a directory: CRC-32C of its file of tensors.
+    static uint32_t checksum(const std::string& directory);
     // The record of the base in the metadata of an adapter's tensors: the fingerprint, and as JSON the keys of
     // config.json that change what the model computes; of random weights also what random_base_of() returns.
     static std::map<std::string, std::string> base_record(const LoraBase& base, const ModelConfig& config,

@@ -161,10 +161,7 @@ TrainOptions parse_rl(const Args& args) {
         throw UsageError(
             "--matmul-dtype fp8: beside adapters only the codes of the frozen weights are kept, and rollouts need the "
             "weights; add --qlora, or leave it out");
-    if (o.rollout.policy.kl > 0 && !o.lora.on() && o.fp8.on)
-        throw UsageError(
-            "--kl: with --matmul-dtype fp8 the copy of the first model has no codes; add --lora-rank and --qlora, or "
-            "leave one out");
+    check_reference_options(o.rollout, o.lora, o.fp8);
     return o;
 }
 

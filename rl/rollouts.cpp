@@ -143,7 +143,9 @@ int64_t Rollouts::begin_step(int64_t step) {
     update = step % options.updates;
     if (update > 0) {
         for (Batch& batch : batches) batch.old_policy = true;
-        std::erase_if(entries, [](const auto& entry) { return entry.first.ends_with("_seconds"); });  // of the first
+        std::erase_if(entries, [](const auto& entry) {  // of the first alone
+            return entry.first.ends_with("_seconds") || entry.first == "verifier_errors";
+        });
         return int64_t(batches.size());
     }
     const int64_t rollout = step / options.updates;
@@ -294,9 +296,11 @@ void Rollouts::add_log_probabilities() {
         }
     };
     trainer.watchdog.state("computing log-probabilities", trainer.step + 1);
+    const bool of_policy = options.updates > 1 && !exact;
+    if (options.policy.kl == 0 && !of_policy) return;
     const auto begin = Clock::now();
     if (options.policy.kl > 0) add(reference ? *reference : trainer.model, false, &Batch::PolicyTerms::reference_logp);
-    if (options.updates > 1 && !exact) add(trainer.model, true, &Batch::PolicyTerms::old_logp);
+    if (of_policy) add(trainer.model, true, &Batch::PolicyTerms::old_logp);
     entries.emplace_back("log_probability_seconds", seconds_since(begin));
 }
 

@@ -157,10 +157,10 @@ void check_lengths(const ServedModel& m, const CompletionCall& call) {
     for (size_t i = 0; i < call.prompts.size(); i++) {
         const int64_t prompt = int64_t(call.prompts[i].size()), tokens = call.fills_context ? 1 : call.max_tokens;
         if (prompt + tokens <= m.context) continue;
-        const std::string asked = call.fills_context ? "" : str(" and max_tokens ", tokens);
+        const std::string asked = call.fills_context ? "" : str(" and ", tokens, " more");
         throw ApiError(BAD_REQUEST,
                        str("a prompt of ", prompt, " tokens", asked, " exceeds the context of ", m.context,
-                           " tokens; shorten the prompt or lower max_tokens"),
+                           " tokens; shorten the prompt or ask for fewer"),
                        call.chat ? "messages" : "prompt", "context_length_exceeded");
     }
 }

@@ -127,11 +127,12 @@ class Exchange : public Reply, public std::enable_shared_from_this<Exchange> {
 
     // --- the thread that looks for clients that have gone, and the one that ends the server
 
-    // Ends the request as it is; it is not suspended any more.
+    // Ends a request that has no whole answer as it is; it is not suspended any more.
     void abandon() {
         std::function<void()> function;
         {
             const std::lock_guard lock(mutex);
+            if (state == State::Whole || state == State::Ended) return;
             closed = true;
             if (state == State::Growing) state = State::Broken;
             function.swap(gone);
@@ -142,7 +143,8 @@ class Exchange : public Reply, public std::enable_shared_from_this<Exchange> {
 
     const uint64_t id;
     Request request;
-    bool too_large = false, handed_on = false;
+    int64_t body_bytes = 0;  // that came
+    bool handed_on = false;
 
   private:
     enum class State { Open, Whole, Growing, Ended, Broken };
@@ -308,12 +310,16 @@ struct Server::Impl {
         Exchange& e = **held;
         if (*size > 0) {
             // Of a length that was not said. There can be no answer before its end: the rest is read and dropped.
-            e.too_large |= int64_t(e.request.body.size() + *size) > options.max_body;
-            if (!e.too_large) e.request.body.append(data, *size);
+            constexpr int64_t PATIENCE = 4;  // times the longest body; then the connection is closed
+            e.body_bytes += int64_t(*size);
+            if (e.body_bytes <= options.max_body)
+                e.request.body.append(data, *size);
+            else
+                e.request.body = {};
             *size = 0;
-            return MHD_YES;
+            return e.body_bytes <= PATIENCE * options.max_body ? MHD_YES : MHD_NO;
         }
-        if (e.too_large && !e.handed_on) return refuse(e);
+        if (e.body_bytes > options.max_body && !e.handed_on) return refuse(e);
         if (!e.handed_on) {
             e.handed_on = true;
             {

@@ -38,7 +38,8 @@ class Reply {
     virtual void end(bool whole = true) = 0;
     // Of the answer that send() or begin() gives later.
     virtual void set_header(const std::string& name, const std::string& value) = 0;
-    // `gone` is called once, by some thread, if the client goes away before the end; at once if it has gone.
+    // `gone` is called once, by some thread, if the client goes away before the end; at once if it has gone. One that
+    // closes its side of the connection alone counts as gone.
     virtual void on_gone(std::function<void()> gone) = 0;
     // Whether send() or begin() was called.
     virtual bool begun() const = 0;

@@ -49,10 +49,12 @@ ServeOptions parse_serve(const Args& args) {
     app.add_option("--max-queue", o.max_queue, "sequences that may wait for a slot; beyond it requests get 503")
         ->check(at_least(0))
         ->capture_default_str();
-    app.add_option("--prefill-chunk", o.prefill_chunk,
-                   str("most tokens of prompts in a decode step or between two, a multiple of ", KV_PAGE,
-                       "; default, as measured: ", Engine::PROMPT_TOKENS_BESIDE_DECODING, " to ",
-                       Engine::JOINT_PASS_ROWS, ", more where many prompts wait or nothing generates"))
+    app.add_option(
+           "--prefill-chunk", o.prefill_chunk,
+           str("tokens of prompts in a decode step or between two, a multiple of ", KV_PAGE,
+               " (a prompt whose logprobs are asked for stays whole); default, as measured: what fills a step to ",
+               Engine::JOINT_PASS_ROWS, " rows, or ", Engine::PROMPT_TOKENS_BESIDE_DECODING,
+               " between steps; more where many prompts wait or nothing generates"))
         ->check(at_least(1));
     app.add_option("--api-key-file", o.key_file, "file with the keys that requests must send, one a line");
     app.add_option("--cors-origin", o.origins,

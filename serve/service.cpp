@@ -79,6 +79,7 @@ void Service::end(const Request& r) {
     Answer::Sequence& s = sequence_of(r);
     // Before its client has the answer, who may ask for the metrics or for more.
     if (s.answer->one_left()) metrics.finished(s.answer->prompt_tokens(), s.answer->completion_tokens());
+    count();
     {
         const std::lock_guard lock(mutex);
         live--;

@@ -179,6 +179,13 @@ class RlTest(TrainingTest):
                                    "--kv-heads", 1, "--steps", 9), first)
         self.refused(1, [first, "is not the model that the run started from", "--kl", "restore it"],
                      "rl", "--resume", "--out", run_directory, "--steps", 4)
+        # A base with an adapter, which changes.
+        adapter = self.train("adapter", "--model", self.base, "--lora-rank", 2, "--steps", 2)
+        run_directory = self.rl("from_adapter", "--model", adapter, "--kl", 0.05, "--steps", 2)
+        shutil.rmtree(adapter)
+        self.train("adapter", "--model", self.base, "--lora-rank", 2, "--steps", 3)
+        self.refused(1, ["is not the model that the run started from", "with adapter"],
+                     "rl", "--resume", "--out", run_directory, "--steps", 4)
 
     @unittest.skipIf(NOT_EXACT, NOT_EXACT)
     def test_exact_rollouts_sample_what_is_learnt_from(self):
@@ -251,8 +258,8 @@ class RlTest(TrainingTest):
             states.setdefault(self.state(out), []).append(name)
             if "--kl" in options:
                 values = [line["kl"] for line in log(out)]
-                # The weights are the reference's; of adapters B is 0. On a GPU the pass without adapters has other matmuls: a log-probability d ≤ 8·2⁻²⁴·5 off, and
-                # d²/2 of divergence.
+                # The weights are the reference's; of adapters B is 0. On a GPU the pass without adapters has other
+                # matmuls: a log-probability d ≤ 8·2⁻²⁴·5 off, and d²/2 of divergence.
                 self.assertLessEqual(values[0], 3e-12 if cuda() else 0)
                 self.assertGreater(values[2], 1e-9)  # the first update of the second rollout: π_θ is π_old, not the reference
         self.assertEqual([names for names in states.values() if len(names) > 1], [])
@@ -346,9 +353,12 @@ class RlTest(TrainingTest):
             self.addCleanup(process.kill)
             line = next((line for line in process.stderr if " ETA " in line), "")
             process.kill()
-        minutes, seconds = line.split(" ETA ")[1].split(":")
+        self.assertIn(" ETA ", line)
+        left = 0  # seconds
+        for part in line.split(" ETA ")[1].split(":"):
+            left = 60 * left + int(part)
         # 0.3 s of scoring before each step. On a GPU the second rollout may have begun.
-        self.assertGreaterEqual(60 * int(minutes) + int(seconds), 300)
+        self.assertGreaterEqual(left, 300)
 
     def test_stops_where_nothing_is_to_be_learnt(self):
         rows = write_rows(os.path.join(self.top, "same.jsonl"), [
@@ -423,6 +433,7 @@ class RlTest(TrainingTest):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertGreater(json.loads(done.stdout)["bytes"]["activations"], 512 * 128256 * 4)  # logits in fp32
         self.refused(1, ["--rollout exact", "sm_90a"], *shape, "--gpu", "A100 80GB")
+        self.refused(2, ["--kl", "--matmul-dtype fp8"], *shape[:-2], "--kl", 0.1, "--matmul-dtype", "fp8", "--gpu", "H100 80GB")
 
     @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
     def test_ranks_sample_what_one_does(self):

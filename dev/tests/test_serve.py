@@ -450,6 +450,7 @@ class ServeTest(ChatModelTest):
         self.assertEqual([after[gauge] for gauge in GAUGES], [0, 0, 0])
         self.assertGreater(after["pages"], 0)
 
+    @unittest.skipUnless(shutil.which("curl"), "curl is not installed")
     def test_the_page_of_the_docs(self):
         """The lines of curl in docs/use/serving.md, as printed but for the port, with a model at the path it names."""
         (block,) = [block for block in check_docs.blocks(text_of(os.path.join(ROOT, "docs", "use", "serving.md")))

@@ -91,6 +91,11 @@ inline void run_batch_invariant(const char* op, const Gemm& gemm, Stream stream)
 template <typename Run>
 void run_fastest(const char* op, GemmPlan& plan, const Kernels& kernels, Stream stream, Run run) {
     const Blas& blas = blas_of(op, stream);
+    if (plan.adopted && !kernels.has(plan.kernel)) {
+        plan.kernel = GemmKernel::Library;
+        plan.compared = false;
+    }
+    plan.adopted = false;
     if (blas.tuning && !blas.only_kernel && !plan.compared && kernels.count > 1) {
         std::vector<std::function<void()>> work;
         for (size_t i = 0; i < kernels.count; i++) {

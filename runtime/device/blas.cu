@@ -295,8 +295,8 @@ bool can_run(const Blas& blas, GemmPlan& plan) {
            result.workspaceSize <= Blas::WORKSPACE_BYTES;
 }
 
-// Takes the choice of the GEMM that differs only in adding to out, where it has been timed: each algorithm of both
-// reads the same operands in the same order, so that timing the second one would cost a start-up and find the same.
+// Takes the choice of the GEMM that differs only in adding to out, where it has been timed: the algorithms of both
+// multiply alike, so that timing the second one would find the same and make a start longer.
 bool adopt_choice(const Blas& blas, GemmKey key, GemmPlan& plan) {
     key.accumulate = !key.accumulate;
     const auto found = blas.plans.find(key);
@@ -307,6 +307,7 @@ bool adopt_choice(const Blas& blas, GemmKey key, GemmPlan& plan) {
     adopted.milliseconds = timed.milliseconds;
     adopted.compared = timed.compared;
     adopted.kernel = timed.kernel;
+    adopted.adopted = true;
     if (!can_run(blas, adopted)) return false;
     plan = adopted;
     return true;

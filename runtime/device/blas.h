@@ -89,6 +89,7 @@ struct GemmPlan {
     bool possible = false;                    // false: the library has no algorithm
     bool compared = false;                    // with the other kernels
     GemmKernel kernel = GemmKernel::Library;  // the fastest, if compared
+    bool adopted = false;                     // from another GEMM, whose kernel may not take this one
     bool used = false;                        // by a GEMM of this process, not only listed in a table
     double milliseconds = -1;                 // measured; negative: not timed, the heuristic's choice
 };
