@@ -255,7 +255,7 @@ class ServeLoad(TrainingTest):
             self.assertEqual(model["max_model_len"], context)
 
     def test_a_body_of_unknown_length(self):
-        """A chunked body beyond 16 MiB gets 413, and others are served meanwhile."""
+        """A chunked body beyond 16 MiB gets 413, and others are served meanwhile. One that does not end is cut."""
         def body(mebibytes):
             yield b'{"model": "m", "prompt": "'
             for _ in range(mebibytes):
@@ -270,6 +270,10 @@ class ServeLoad(TrainingTest):
                     response = connection.getresponse()
                     self.assertEqual(response.status, expected)
                     self.assertIn(words, json.loads(response.read())["error"]["message"])
+            with self.assertRaises(OSError):
+                connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+                with contextlib.closing(connection):
+                    connection.request("POST", "/v1/completions", body(200))
 
     def test_the_end(self):
         """SIGTERM: the running request ends, new ones are refused; with no time left its stream has an error."""
