@@ -11,6 +11,7 @@
 #include "driver/evaluation.h"
 #include "driver/fit.h"
 #include "driver/frozen_weights.h"
+#include "driver/inference.h"
 #include "driver/matmul_cache.h"
 #include "driver/pass.h"
 #include "driver/sequence_loss.h"
