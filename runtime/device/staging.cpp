@@ -24,6 +24,7 @@ void Staging::next() {
 void Staging::put(void* device, const void* host, int64_t bytes, Stream to) {
     require(bytes <= buffer_bytes - used, "staging: a buffer of ", buffer_bytes, " bytes holds ", used,
             " and is given ", bytes, " more");
+    if (bytes == 0) return;  // memcpy() takes no null, which a rank without a part of a tensor has
     char* const pinned = static_cast<char*>(memory.get()) + int64_t(buffer) * buffer_bytes + used;
     std::memcpy(pinned, host, size_t(bytes));
     copy_to_device(device, pinned, size_t(bytes), to);
