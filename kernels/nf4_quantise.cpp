@@ -65,9 +65,11 @@ constexpr std::array<float, 16> NF4 = std::to_array(NF4_VALUES);
 // many weights at once.
 void encode_block(const std::array<float, 15>& middles, const float* x, float absmax, uint8_t* codes) {
     const float inverse = inverse_of(absmax);
+    float quotients[NF4_BLOCK];
+    for (int64_t i = 0; i < NF4_BLOCK; i++) quotients[i] = scaled(x[i], inverse);
     int32_t below[NF4_BLOCK] = {};
     for (const float middle : middles)
-        for (int64_t i = 0; i < NF4_BLOCK; i++) below[i] += scaled(x[i], inverse) > middle;
+        for (int64_t i = 0; i < NF4_BLOCK; i++) below[i] += quotients[i] > middle;
     for (int64_t i = 0; i < NF4_BLOCK; i++) codes[i] = uint8_t(below[i]);
 }
 

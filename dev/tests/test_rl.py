@@ -30,7 +30,7 @@ for line in sys.stdin:
 """
 
 
-# Answers nonsense for the owl, and a tenth of a second late.
+# Answers after so many seconds, and nonsense for the owl.
 FAILING = """
 import json, sys, time
 for line in sys.stdin:
@@ -392,7 +392,7 @@ class RlTest(TrainingTest):
         self.assertEqual(done.stderr.count(" rollouts in a row "), 1, done.stderr)
         self.assertIn("step 50: in 50 rollouts in a row the completions of each prompt had equal rewards, so there is nothing "
                       "to learn; the run goes on (--max-idle-steps 0)\n", done.stderr)
-        # With rewards that differ nothing is learnt from completions that were all cut.
+        # Rewards differ, but completions that were all cut are masked: the policy is not updated.
         done = run("rl", *self.rl_args("all_cut", "--truncated", "mask", "--ignore-eos", "--max-idle-steps", 1), env=ONE_THREAD)
         self.assertIn("step 1: in 1 rollouts in a row the completions of each prompt had equal rewards, or --max-tokens cut "
                       "them, so there is nothing to learn; the run stops (--max-idle-steps 1)\n", done.stderr)

@@ -302,14 +302,14 @@ bool adopt_choice(const Blas& blas, GemmKey key, GemmPlan& plan) {
     const auto found = blas.plans.find(key);
     if (found == blas.plans.end() || found->second.milliseconds < 0) return false;
     const GemmPlan& timed = found->second;
-    GemmPlan adopted = plan;
-    adopted.algorithm = timed.algorithm;
-    adopted.milliseconds = timed.milliseconds;
-    adopted.compared = timed.compared;
-    adopted.kernel = timed.kernel;
-    adopted.adopted = true;
-    if (!can_run(blas, adopted)) return false;
-    plan = adopted;
+    GemmPlan taken = plan;
+    taken.algorithm = timed.algorithm;
+    taken.milliseconds = timed.milliseconds;
+    taken.compared = timed.compared;
+    taken.kernel = timed.kernel;
+    taken.adopted = true;
+    if (!can_run(blas, taken)) return false;
+    plan = taken;
     return true;
 }
 
