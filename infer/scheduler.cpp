@@ -58,6 +58,12 @@ Scheduler::Counts Scheduler::counts() const {
     return {int64_t(taken), int64_t(waiting.size())};
 }
 
+int64_t Scheduler::generating_alone() const {
+    const bool others = std::any_of(running.begin(), running.end(),
+                                    [](const Running& s) { return s.request && (s.computing || s.suspended); });
+    return engine.pending() && waiting.empty() && !others ? counts().running : 0;
+}
+
 bool Scheduler::idle() const {
     return std::none_of(running.begin(), running.end(), [](const Running& s) { return s.request; });
 }

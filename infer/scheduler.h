@@ -50,6 +50,8 @@ class Scheduler {
         int64_t running, waiting;  // requests
     };
     Counts counts() const;
+    // The sequences of a step in flight, where every request is in it; else 0.
+    int64_t generating_alone() const;
     bool is_free(int64_t slot) const { return !running[size_t(slot)].request; }
 
     GenerateStatistics statistics;

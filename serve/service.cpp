@@ -72,6 +72,7 @@ void Service::token(const Request& r) {
     else
         metrics.next_token(seconds_since(s.last_token));
     s.last_token = Clock::now();
+    if (!step_read) step_read = s.last_token;
     s.answer->token(s);
 }
 
@@ -98,6 +99,21 @@ void Service::count() {
     const Scheduler::Counts now = scheduler.counts();
     metrics.set({now.running, now.waiting, engine.pages_in_use(), engine.pages_in_use() + engine.pages_available(),
                  scheduler.statistics.prompt_tokens});
+}
+
+// A request starts where a step ends, and after the step behind it where that is queued already. So that one is queued
+// late: half of the time that the last step took is left for requests to arrive.
+void Service::wait_beside_a_step() {
+    constexpr Clock::duration LONG_STEP = std::chrono::milliseconds(1);  // less is too short to sleep in
+    const StepRead before = last_step;
+    last_step = step_read ? StepRead{*step_read, scheduler.generating_alone()} : StepRead{};
+    step_read.reset();
+    if (last_step.sequences == 0 || last_step.sequences != before.sequences) return;
+    const Clock::duration took = last_step.time - before.time;
+    if (took < LONG_STEP) return;
+    std::unique_lock lock(mutex);
+    arrived.wait_until(lock, last_step.time + took / 2, [&] { return woken || !fresh.empty(); });
+    woken = false;
 }
 
 void Service::fail_all(const ApiError& error) {
@@ -128,7 +144,10 @@ void Service::run(const std::function<bool()>& stop, double drain) {
                 if (live == 0) return;
                 if (seconds_since(stopped) > drain) break;
             }
-            if (more) continue;
+            if (more) {
+                wait_beside_a_step();
+                continue;
+            }
             std::unique_lock lock(mutex);
             arrived.wait_for(lock, LOOK, [&] { return woken || !fresh.empty(); });
             woken = false;

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -37,6 +38,7 @@ class Service {
     using Clock = Answer::Clock;
     void take_new();
     void drop_gone();
+    void wait_beside_a_step();
     void count();
     void token(const Request& r);
     void end(const Request& r);
@@ -50,6 +52,12 @@ class Service {
     std::vector<std::shared_ptr<Answer>> fresh;  // submitted, not taken yet
     int64_t live = 0;                            // sequences that were submitted and have not ended
     bool stopping = false, woken = false;
+    struct StepRead {
+        Clock::time_point time;  // its first token
+        int64_t sequences = 0;   // that generate; 0: it is not to be compared with others
+    };
+    std::optional<Clock::time_point> step_read;     // in this turn, where a token joined an answer
+    StepRead last_step;                             // of the turn before
     std::set<std::shared_ptr<Answer>> answers;      // that the engine works on
     std::vector<std::shared_ptr<Answer>> finished;  // in this step
 };

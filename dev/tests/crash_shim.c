@@ -12,7 +12,8 @@
 //   CRASH_SHIM_AT    n, from 1; with 0, or an n that is never reached, the process runs as usual
 //   CRASH_SHIM_FOR   how many calls fail from the n-th on; 1 if not set
 //   CRASH_SHIM_THREADS   so many threads can run beside the first one; no limit if not set
-//   CRASH_SHIM_MEMORY    a file: once it exists, the next call of malloc for 1 MiB or more fails, in whatever mode
+//   CRASH_SHIM_MEMORY    a file: once it exists, the next allocation of 1 MiB or more by C++'s library fails, in whatever
+//                        mode; a GPU's driver would take a failed malloc of its own for a broken GPU
 //
 // Data that was written before the failure stays. The loss of the page cache in a power cut is not simulated.
 #define _GNU_SOURCE
@@ -157,7 +158,9 @@ extern void* __libc_malloc(size_t bytes);  // glibc's own, because dlsym may all
 void* malloc(size_t bytes) {
     static int failed;
     const char* file = bytes >= 1 << 20 ? getenv("CRASH_SHIM_MEMORY") : NULL;
-    if (!file || access(file, F_OK) != 0 || __atomic_exchange_n(&failed, 1, __ATOMIC_SEQ_CST))
+    Dl_info caller;
+    if (!file || access(file, F_OK) != 0 || !dladdr(__builtin_return_address(0), &caller) ||
+        !strstr(caller.dli_fname, "libstdc++") || __atomic_exchange_n(&failed, 1, __ATOMIC_SEQ_CST))
         return __libc_malloc(bytes);
     errno = ENOMEM;
     return NULL;

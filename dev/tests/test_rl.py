@@ -322,7 +322,7 @@ class RlTest(TrainingTest):
             self.assertIn(words, last)
 
         options = [*self.failing(), "--on-verifier-error", "zero", "--completions-every", 1]
-        done = run("rl", *self.rl_args("counts", *options, "--steps", 3), env=ONE_THREAD)
+        done = run("rl", *self.rl_args("counts", *options, "--steps", 3), env=self.environment())
         self.assertEqual(done.returncode, 0, done.stderr)
         said = [line for line in done.stderr.splitlines() if "verifier error" in line]
         self.assertEqual(len(said), 1, done.stderr)
