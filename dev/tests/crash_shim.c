@@ -12,8 +12,9 @@
 //   CRASH_SHIM_AT    n, from 1; with 0, or an n that is never reached, the process runs as usual
 //   CRASH_SHIM_FOR   how many calls fail from the n-th on; 1 if not set
 //   CRASH_SHIM_THREADS   so many threads can run beside the first one; no limit if not set
-//   CRASH_SHIM_MEMORY    a file: once it exists, the next allocation of 1 MiB or more by C++'s library fails, in whatever
-//                        mode; a GPU's driver would take a failed malloc of its own for a broken GPU
+//   CRASH_SHIM_MEMORY    a file: once it exists, the next call of malloc for 1 MiB or more fails, in whatever mode,
+//   unless
+//                        CUDA calls it, which would take that for a broken GPU
 //
 // Data that was written before the failure stays. The loss of the page cache in a power cut is not simulated.
 #define _GNU_SOURCE
@@ -155,12 +156,16 @@ int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*
 
 extern void* __libc_malloc(size_t bytes);  // glibc's own, because dlsym may allocate
 
+static int is_of_cuda(const void* code) {
+    Dl_info at;
+    return dladdr(code, &at) && (strstr(at.dli_fname, "libcu") || strstr(at.dli_fname, "libnv"));
+}
+
 void* malloc(size_t bytes) {
     static int failed;
     const char* file = bytes >= 1 << 20 ? getenv("CRASH_SHIM_MEMORY") : NULL;
-    Dl_info caller;
-    if (!file || access(file, F_OK) != 0 || !dladdr(__builtin_return_address(0), &caller) ||
-        !strstr(caller.dli_fname, "libstdc++") || __atomic_exchange_n(&failed, 1, __ATOMIC_SEQ_CST))
+    if (!file || access(file, F_OK) != 0 || is_of_cuda(__builtin_return_address(0)) ||
+        __atomic_exchange_n(&failed, 1, __ATOMIC_SEQ_CST))
         return __libc_malloc(bytes);
     errno = ENOMEM;
     return NULL;
