@@ -152,6 +152,10 @@ int64_t run_schedule(Engine& engine, const std::vector<std::unique_ptr<Job>>& jo
         more = scheduler.step();
         EXPECT_EQ(device_allocations(), allocations) << "a step allocates device memory";
         suspensions = scheduler.suspensions();
+        if (const int64_t generating = scheduler.generating_alone(); generating > 0) {  // a GPU has a step in flight
+            EXPECT_TRUE(engine.pending());
+            EXPECT_EQ(generating, int64_t(next - ended.size())) << "a request that waits or is being computed";
+        }
         EXPECT_LT(step, 100000) << "the schedule does not end";
         expect_no_page_leaked(engine, scheduler);
         if (testing::Test::HasFailure()) return suspensions;
