@@ -101,6 +101,13 @@ void Service::count() {
                  scheduler.statistics.prompt_tokens});
 }
 
+// Ends early with a request, or with a client that goes away.
+void Service::wait_for_requests(Clock::time_point until) {
+    std::unique_lock lock(mutex);
+    arrived.wait_until(lock, until, [&] { return woken || !fresh.empty(); });
+    woken = false;
+}
+
 // A request starts where a step ends, and after the step behind it where that is queued already. So that one is queued
 // late: half of the time that the last step took is left for requests to arrive.
 void Service::wait_beside_a_step() {
@@ -110,10 +117,7 @@ void Service::wait_beside_a_step() {
     step_read.reset();
     if (last_step.sequences == 0 || last_step.sequences != before.sequences) return;
     const Clock::duration took = last_step.time - before.time;
-    if (took < LONG_STEP) return;
-    std::unique_lock lock(mutex);
-    arrived.wait_until(lock, last_step.time + took / 2, [&] { return woken || !fresh.empty(); });
-    woken = false;
+    if (took >= LONG_STEP) wait_for_requests(last_step.time + took / 2);
 }
 
 void Service::fail_all(const ApiError& error) {
@@ -144,13 +148,10 @@ void Service::run(const std::function<bool()>& stop, double drain) {
                 if (live == 0) return;
                 if (seconds_since(stopped) > drain) break;
             }
-            if (more) {
+            if (more)
                 wait_beside_a_step();
-                continue;
-            }
-            std::unique_lock lock(mutex);
-            arrived.wait_for(lock, LOOK, [&] { return woken || !fresh.empty(); });
-            woken = false;
+            else
+                wait_for_requests(Clock::now() + LOOK);
         }
     } catch (const std::exception& e) {
         fail_all({http::FAILED, e.what()});

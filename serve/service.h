@@ -38,6 +38,7 @@ class Service {
     using Clock = Answer::Clock;
     void take_new();
     void drop_gone();
+    void wait_for_requests(Clock::time_point until);
     void wait_beside_a_step();
     void count();
     void token(const Request& r);

@@ -12,9 +12,8 @@
 //   CRASH_SHIM_AT    n, from 1; with 0, or an n that is never reached, the process runs as usual
 //   CRASH_SHIM_FOR   how many calls fail from the n-th on; 1 if not set
 //   CRASH_SHIM_THREADS   so many threads can run beside the first one; no limit if not set
-//   CRASH_SHIM_MEMORY    a file: once it exists, the next call of malloc for 1 MiB or more fails, in whatever mode,
-//   unless
-//                        CUDA calls it, which would take that for a broken GPU
+//   CRASH_SHIM_MEMORY    a file: once it exists, the next malloc of 1 MiB or more fails, in whatever mode, but none of
+//                        CUDA's, which would take that for a broken GPU
 //
 // Data that was written before the failure stays. The loss of the page cache in a power cut is not simulated.
 #define _GNU_SOURCE
