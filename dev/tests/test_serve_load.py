@@ -313,9 +313,12 @@ class ServeLoad(TrainingTest):
                 fields = {"max_tokens": 15900, "ignore_eos": True, **fields}
                 return stack.enter_context(contextlib.closing(server.stream(prompt=prompt, **fields)))
             started = len(server.lines)
+            late, read = stream("a", logprobs=20), stream("b")
+            self.eventually(lambda: server.count("sequences_running") == 2)
+            waiting = stream("c")
+            self.eventually(lambda: server.count("sequences_waiting") == 1)
+            # What the client has not read takes twice the memory now and then, from 1 MiB to 32.
             open(out_of_memory, "w").close()
-            # What the client has not read is 1 MiB at some time.
-            late, read, waiting = stream("a", logprobs=20), stream("b"), stream("c")
             fault = b"std::bad_alloc"
             self.assertIn(fault, rest(read))
             got = rest(late)
