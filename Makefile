@@ -113,7 +113,10 @@ PREPROCESS := -I. -MMD -MP
 HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden
 # From version 13 on GCC splits a sum of products in one register into products and sums for AVX-512, and not one in
 # several: the bits would depend on how rows are blocked, and so on the number of threads.
-HOST_FLAGS += $(if $(shell $(CXX) --version 2>/dev/null | grep -i clang),,--param=avoid-fma-max-bits=0)
+GCC := $(if $(shell $(CXX) --version 2>/dev/null | grep -i clang),,yes)
+HOST_FLAGS += $(if $(GCC),--param=avoid-fma-max-bits=0)
+# GCC collects garbage from 128 MiB on, which took an eighth of the time of groups; few of them ever need 1 GiB.
+HOST_FLAGS += $(if $(GCC),--param=ggc-min-heapsize=1048576)
 COMPILE = $(CXX) -std=c++20 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(UNPACKED_INCLUDE) $(CXXFLAGS)
 PCRE2_LIBS := -lpcre2-8
 ifneq ($(PCRE2),)
@@ -202,12 +205,11 @@ DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuf
 
 # The sources of each of these directories make one object, unless JUMBO=no: headers and the templates of CLI11 and
 # nlohmann/json then compile once for a directory and not in every file, which halves the time of a whole build. What the
-# data library takes of data/ is an object of its own, data/library/jumbo.cpp.o. Others stay as they are: families of models,
-# and kernels, define the same names in several files, and a sanitized build optimises files of runtime/ differently.
+# data library takes of data/ is an object of its own, data/library/jumbo.cpp.o. Others stay as they are: kernels define the
+# same names in several files, and a sanitized build optimises files of runtime/ differently.
 JUMBO_DIRS := $(if $(filter no,$(JUMBO)),,commands data data/jinja data/library driver infer models parallel runtime/device runtime/files runtime/model serve rl)
 LIBRARY_GROUP := $(filter-out data/jinja/%,$(filter data/%,$(DATA_LIB_SOURCES)))
-FAMILIES := $(shell grep -l '_family() {' models/*.cpp)
-UNGROUPED := $(filter-out data/jinja/%,$(DATA_LIB_SOURCES)) $(FAMILIES)
+UNGROUPED := $(filter-out data/jinja/%,$(DATA_LIB_SOURCES))
 jumbo_sources = $(if $(filter data/library,$(1)),$(LIBRARY_GROUP),$(filter-out $(UNGROUPED),$(filter $(wildcard $(1)/*.cpp),$(SOURCES))))
 GROUPED := $(foreach dir,$(JUMBO_DIRS),$(call jumbo_sources,$(dir)))
 # The objects of sources: groups, and single files.
@@ -240,7 +242,14 @@ $(BUILD)/%/jumbo.cpp: FORCE
 	@mkdir -p $(@D)
 	@printf '#include "%s"\n' $(call jumbo_sources,$*) | cmp -s - $@ || printf '#include "%s"\n' $(call jumbo_sources,$*) > $@
 
-PRECOMPILED := $(BUILD)/dev/gtest.h.gch
+# Headers that others wrote take a third of the time in which a test, or a source that is in no group, compiles: they are
+# compiled once, and again with nlohmann/json for groups. GCC compiles a file whose flags differ too much without them;
+# clang would stop.
+SOURCE_HEADERS := $(BUILD)/precompiled/sources.h
+GROUP_HEADERS := $(BUILD)/precompiled/groups.h
+TEST_HEADERS := $(BUILD)/precompiled/tests.h
+STANDARD_HEADERS := algorithm array atomic cmath cstdint cstdlib cstring functional limits map memory optional sstream \
+                    stdexcept string string_view utility vector
 # Tests and options take longer to compile than to run, under sanitizers several times as long. What loops over tensors,
 # files and text is worth optimising there too. In the normal build -O1 halves the time that tests take to compile; with
 # -O0 the oracle's loops would lose more than that saves.
@@ -248,15 +257,15 @@ ifneq ($(DEBUG),)
 else ifneq ($(SANITIZE),)
 # Checks of every pointer take a quarter of the time that tests compile in, and the address sanitizer finds most of what
 # they find: they are for the program's own sources only. So are line numbers, because GoogleTest prints those of tests.
-$(BUILD)/dev/tests/%.cpp.o $(PRECOMPILED): private SANITIZER += $(if $(findstring undefined,$(SANITIZE)),-fno-sanitize=null$(COMMA)alignment$(COMMA)vptr)
-$(BUILD)/dev/tests/%.cpp.o $(PRECOMPILED): private OPTIMISE := -O0
+$(BUILD)/dev/tests/%.cpp.o $(TEST_HEADERS).gch: private SANITIZER += $(if $(findstring undefined,$(SANITIZE)),-fno-sanitize=null$(COMMA)alignment$(COMMA)vptr)
+$(BUILD)/dev/tests/%.cpp.o $(TEST_HEADERS).gch: private OPTIMISE := -O0
 # Neither do those above kernels/, which read no bytes as numbers, need them: a quarter of their compilation.
 $(foreach cold,commands driver infer models parallel rl serve,$(BUILD)/$(cold)/%.cpp.o) $(BUILD)/train_gpt.cu.o: private SANITIZER += $(if $(findstring undefined,$(SANITIZE)),-fno-sanitize=null$(COMMA)alignment$(COMMA)vptr)
 # Of dev the random inputs of all tests, and the tests with the oracle's longest loops: they gain more time than the
 # compiler takes.
 SLOW_TESTS := test_util test_model test_linear_attention test_attention test_decode_step test_matmul_fp8 test_linear \
               test_sampling test_normal
-$(foreach hot,kernels tensor_library runtime data,$(BUILD)/$(hot)/%.cpp.o) $(SLOW_TESTS:%=$(BUILD)/dev/tests/%.cpp.o): private OPTIMISE := -O1 -g1 -fno-omit-frame-pointer
+$(foreach hot,kernels tensor_library runtime data,$(BUILD)/$(hot)/%.cpp.o) $(SOURCE_HEADERS).gch $(SLOW_TESTS:%=$(BUILD)/dev/tests/%.cpp.o): private OPTIMISE := -O1 -g1 -fno-omit-frame-pointer
 # The loops in which most tests spend most time: matmuls of tiles, random numbers, softmax. -O1 makes no fused
 # multiply-adds, so that these files round like the others without them, too.
 $(BUILD)/kernels/cpu/%.cpp.o $(BUILD)/runtime/normal.cpp.o $(BUILD)/kernels/attention/attention.cpp.o: \
@@ -264,23 +273,33 @@ $(BUILD)/kernels/cpu/%.cpp.o $(BUILD)/runtime/normal.cpp.o $(BUILD)/kernels/atte
 else
 # Numbers in files have the bits that the definition of a format gives: without fused multiply-adds.
 $(BUILD)/runtime/files/%.cpp.o: private HOST_FLAGS += -ffp-contract=off
-$(BUILD)/dev/tests/test_%.cpp.o $(PRECOMPILED): private OPTIMISE := -O1
+$(BUILD)/dev/tests/test_%.cpp.o $(TEST_HEADERS).gch: private OPTIMISE := -O1
 # Options and config files: no hot code, and with -O1 the templates of CLI11 and nlohmann/json compile in two thirds of
 # the time.
 $(foreach cold,commands models,$(BUILD)/$(cold)/%.cpp.o): private OPTIMISE := -O1
 # Nor do these compute much: a third of their compilation. With the second option numbers get fused multiply-adds as
 # with -O3.
-$(foreach cold,driver infer parallel rl serve,$(BUILD)/$(cold)/%.cpp.o) $(BUILD)/train_gpt.cu.o $(BUILD)/test_gpt.cu.o: \
-    private OPTIMISE := -O1 -fexpensive-optimizations
+$(foreach cold,data/jinja driver infer parallel rl serve,$(BUILD)/$(cold)/%.cpp.o) $(BUILD)/train_gpt.cu.o $(BUILD)/test_gpt.cu.o \
+    $(BUILD)/data/jumbo.cpp.o $(patsubst %,$(BUILD)/%.o,$(filter-out $(DATA_LIB_SOURCES),$(wildcard data/*.cpp))): private OPTIMISE := -O1 -fexpensive-optimizations
 endif
 $(if $(SERVE),$(BUILD)/serve/jumbo.cpp.o $(BUILD)/serve/routes.cpp.o: serve/page.html)
-# GoogleTest's header takes a third of the time that a test compiles in, so it is compiled once, with the flags of most.
-PRECOMPILED_TESTS := $(patsubst dev/tests/%,$(BUILD)/dev/tests/%.o,$(filter-out $(SLOW_TESTS:%=dev/tests/%.cpp),$(wildcard dev/tests/test_*.cpp)))
-$(PRECOMPILED_TESTS): private PREPROCESS += -include $(PRECOMPILED:.gch=)
-$(PRECOMPILED_TESTS): $(PRECOMPILED)
-$(PRECOMPILED): $(BUILD)/flags
+SINGLE_SOURCES := $(filter-out $(GROUPED) runtime/files/json_keys.cpp,$(filter kernels/%.cpp tensor_library/%.cpp runtime/%.cpp,$(SOURCES)))
+SINGLE_TESTS := $(filter-out $(SLOW_TESTS:%=dev/tests/%.cpp),$(wildcard dev/tests/test_*.cpp))
+# precompiled(objects, header, what it includes)
+define precompiled_by_gcc
+$(1): private PREPROCESS += -include $(2)
+$(1): $(2).gch
+$(2).gch: private HEADERS := $(3)
+endef
+precompiled = $(if $(GCC),$(call precompiled_by_gcc,$(1),$(2),$(3)))
+GROUPS := $(foreach dir,$(JUMBO_DIRS),$(BUILD)/$(dir)/jumbo.cpp.o)
+$(eval $(call precompiled,$(SINGLE_SOURCES:%=$(BUILD)/%.o),$(SOURCE_HEADERS),$(STANDARD_HEADERS)))
+$(eval $(call precompiled,$(GROUPS) $(patsubst %,$(BUILD)/%.o,train_gpt.cu runtime/files/json_keys.cpp),$(GROUP_HEADERS),$(STANDARD_HEADERS) nlohmann/json.hpp))
+$(eval $(call precompiled,$(SINGLE_TESTS:%=$(BUILD)/%.o),$(TEST_HEADERS),gtest/gtest.h))
+$(SINGLE_SOURCES:%=$(BUILD)/%.o): | $(GROUPS:.o=)
+$(BUILD)/precompiled/%.h.gch: $(BUILD)/flags
 	@mkdir -p $(@D)
-	@echo '#include <gtest/gtest.h>' >$(@:.gch=)
+	@printf '#include <%s>\n' $(HEADERS) >$(@:.gch=)
 	$(Q)$(COMPILE) $(PREPROCESS) $(CPPFLAGS) -x c++-header $(@:.gch=) -o $@
 
 $(BUILD)/kernels/matmul.cpp.o: private PREPROCESS += $(ONEDNN_FLAGS)
@@ -393,7 +412,7 @@ install: all  ## copy the driver to PREFIX/bin (PREFIX=/usr/local, below DESTDIR
 uninstall:  ## remove what `make install` copied
 	rm -f "$$DESTDIR$${PREFIX:-/usr/local}/bin/train_gpt"
 
-train: all $(PYTHON) $(DATA_LIB)  ## the quick start: data, training into runs/quickstart, evaluation, loss curve, a sample
+train: $(PYTHON) all $(DATA_LIB)  ## the quick start: data, training into runs/quickstart, evaluation, loss curve, a sample
 	@echo "--- compiled: $$(($$(date +%s) - $(STARTED))) s"
 	@scripts/run_quickstart.sh $(DRIVER)
 
@@ -477,7 +496,7 @@ test-binaries-cpu:
 	@$(MAKE) --no-print-directory BACKEND=cpu BUILD=$(CPU_BUILD) $(if $(TEST_CPU_TOO),test-binaries,$(CPU_BUILD)/train_gpt)
 endif
 
-test: test-binaries $(PYTHON)  ## every test, with one closing line; OP=layernorm for one op
+test: venv test-binaries  ## every test, with one closing line; OP=layernorm for one op
 ifeq ($(BACKEND),cuda)
 	@$(if $(GPU)$(filter no_gpu,$(OP)),,echo "BACKEND=cuda: no GPU found, so its tests cannot run (OP=no_gpu can)." >&2; exit 1)
 endif
@@ -493,12 +512,12 @@ bench: $(BENCHES)  ## time every kernel against the machine's limits; OP=matmul 
 ladder: $(LADDERS)  ## the kernel ladders, checked and timed rung by rung; OP=matmul for one
 	@$(if $(LADDERS),,echo "There is no ladder dev/ladder/$(or $(OP),*) for BACKEND=$(BACKEND)." >&2; exit 1;) for ladder in $(LADDERS); do $$ladder; done
 
-mutants: $(PYTHON)  ## mutation testing: a test must fail for each one-line mutation of dev/mutants/
+mutants: venv  ## mutation testing: a test must fail for each one-line mutation of dev/mutants/
 	@$(PYTHON) scripts/run_mutants.py $(OP)
 
 deps:  ## install what is missing: distribution packages (as root or with sudo), then the Python packages
 	@DEPS="$(DEPS)" CXX="$(CXX)" scripts/deps.sh install
-	@DEPS="$(DEPS)" scripts/venv.sh
+	@DEPS="$(DEPS)" scripts/venv.sh dev
 
 cuda-toolkit:  ## install CUDA's compiler and libraries from Python wheels into .venv, where there is no toolkit
 	@DEPS="$(DEPS)" scripts/cuda_toolkit.sh
@@ -506,11 +525,13 @@ cuda-toolkit:  ## install CUDA's compiler and libraries from Python wheels into 
 cuda-info:  ## what a CUDA build takes from where
 	@$(FIND_CUDA)
 
-venv: $(PYTHON)  ## the Python environment .venv with the packages of scripts/requirements.txt
-
-# Not a file to make wait for: the script itself sees in milliseconds whether its packages are there.
+# Not a file to make wait for: the script itself sees in milliseconds whether its packages are there. It comes first in lists
+# of prerequisites, because it waits for the network.
 $(PYTHON): FORCE
 	@DEPS="$(DEPS)" scripts/venv.sh
+
+venv: $(PYTHON)  ## the Python environment .venv with the packages of scripts/requirements.txt and requirements-dev.txt
+	@DEPS="$(DEPS)" scripts/venv.sh dev
 
 format: venv  ## lay out the C++ and CUDA sources by .clang-format
 	@scripts/format.sh

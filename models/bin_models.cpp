@@ -264,7 +264,7 @@ WeightSource BinModel::weights(const ParamTable& table) const {
 void write_llmc_model(const std::string& path, const ModelConfig& c, const ParamTable& table, const FetchParam& fetch,
                       DType dtype) {
     const bool fits =
-        &family_of(c) == &gpt2_family() && c.tied && c.ffn == 4 * c.channels && std::fabs(c.norm_eps - EPSILON) < 1e-9;
+        &family_of(c) == &gpt2::family() && c.tied && c.ffn == 4 * c.channels && std::fabs(c.norm_eps - EPSILON) < 1e-9;
     require(fits, path, ": llm.c's format holds GPT-2 with a tied head, an inner width of 4 times the channels and a ",
             "norm epsilon of 1e-5; save this model as a directory");
     require(dtype == DType::F32 || dtype == DType::BF16, path, ": llm.c's format holds fp32 or bf16, not ",

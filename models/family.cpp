@@ -9,9 +9,9 @@ namespace {
 // A config that its own family cannot express goes to the first that can. So those after train_gpt, which can express
 // any, only get what comes from their own files and presets.
 const std::vector<const Family*>& families() {
-    static const std::vector<const Family*> all = {&gpt2_family(),    &llama_family(),   &train_gpt_family(),
-                                                   &mistral_family(), &phi3_family(),    &qwen2_family(),
-                                                   &qwen3_family(),   &smollm3_family(), &olmo2_family()};
+    static const std::vector<const Family*> all = {&gpt2::family(),    &llama::family(),   &train_gpt::family(),
+                                                   &mistral::family(), &phi3::family(),    &qwen2::family(),
+                                                   &qwen3::family(),   &smollm3::family(), &olmo2::family()};
     return all;
 }
 

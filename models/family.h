@@ -43,15 +43,17 @@ struct Family {
     std::vector<Preset> presets;
 };
 
-const Family& gpt2_family();
-const Family& llama_family();
-const Family& mistral_family();
-const Family& olmo2_family();
-const Family& phi3_family();
-const Family& qwen2_family();
-const Family& qwen3_family();
-const Family& smollm3_family();
-const Family& train_gpt_family();  // this project's own: every ModelConfig
+// clang-format off
+namespace gpt2 { const Family& family(); }
+namespace llama { const Family& family(); }
+namespace mistral { const Family& family(); }
+namespace olmo2 { const Family& family(); }
+namespace phi3 { const Family& family(); }
+namespace qwen2 { const Family& family(); }
+namespace qwen3 { const Family& family(); }
+namespace smollm3 { const Family& family(); }
+namespace train_gpt { const Family& family(); }  // this project's own: every ModelConfig
+// clang-format on
 
 // The family that a model is saved as: config.family, or if that cannot express the config exactly, GPT-2 or LLaMA, or
 // if they cannot either, this project's own.

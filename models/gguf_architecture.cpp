@@ -4,21 +4,21 @@
 
 namespace {
 
-using Names = std::vector<TensorNames>;
+using Tensors = std::vector<TensorNames>;
 
-const Names LLAMA_BLOCK = {{WTE, {"token_embd"}},
-                           {NORM1_W, {"blk.*.attn_norm"}},
-                           {QKV_W, {"blk.*.attn_q", "blk.*.attn_k", "blk.*.attn_v"}},
-                           {PROJ_W, {"blk.*.attn_output"}},
-                           {NORM2_W, {"blk.*.ffn_norm"}},
-                           {FC_W, {"blk.*.ffn_gate", "blk.*.ffn_up"}},
-                           {FCPROJ_W, {"blk.*.ffn_down"}},
-                           {NORMF_W, {"output_norm"}},
-                           {HEAD_W, {"output"}}};
+const Tensors LLAMA_BLOCK = {{WTE, {"token_embd"}},
+                             {NORM1_W, {"blk.*.attn_norm"}},
+                             {QKV_W, {"blk.*.attn_q", "blk.*.attn_k", "blk.*.attn_v"}},
+                             {PROJ_W, {"blk.*.attn_output"}},
+                             {NORM2_W, {"blk.*.ffn_norm"}},
+                             {FC_W, {"blk.*.ffn_gate", "blk.*.ffn_up"}},
+                             {FCPROJ_W, {"blk.*.ffn_down"}},
+                             {NORMF_W, {"output_norm"}},
+                             {HEAD_W, {"output"}}};
 
 // The names of the LLaMA block, but for these.
-Names with(const Names& others) {
-    Names names = LLAMA_BLOCK;
+Tensors with(const Tensors& others) {
+    Tensors names = LLAMA_BLOCK;
     for (const TensorNames& other : others) {
         const auto same =
             std::find_if(names.begin(), names.end(), [&](const TensorNames& t) { return t.role == other.role; });
@@ -30,8 +30,8 @@ Names with(const Names& others) {
     return names;
 }
 
-const Names QK_NORMS = {{QNORM_W, {"blk.*.attn_q_norm"}}, {KNORM_W, {"blk.*.attn_k_norm"}}};
-const Names FUSED = {{QKV_W, {"blk.*.attn_qkv"}}, {FC_W, {"blk.*.ffn_up"}}};
+const Tensors QK_NORMS = {{QNORM_W, {"blk.*.attn_q_norm"}}, {KNORM_W, {"blk.*.attn_k_norm"}}};
+const Tensors FUSED = {{QKV_W, {"blk.*.attn_qkv"}}, {FC_W, {"blk.*.ffn_up"}}};
 
 const std::vector<GgufArchitecture>& architectures() {
     static const std::vector<Role> ATTENTION = {QKV_W, PROJ_W}, MLP = {FC_W, FCPROJ_W};

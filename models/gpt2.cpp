@@ -3,7 +3,7 @@
 
 using nlohmann::json;
 
-namespace {
+namespace gpt2 {
 
 ModelConfig gpt2(int64_t layers, int64_t channels, int64_t heads, int64_t vocab_size, int64_t max_positions = 1024) {
     ModelConfig c;
@@ -59,9 +59,7 @@ void write(json& out, const ModelConfig& c, const json& original) {
     }
 }
 
-}  // namespace
-
-const Family& gpt2_family() {
+const Family& family() {
     // Conv1D stores matrices transposed.
     static const Family family = {
         "gpt2",
@@ -89,3 +87,5 @@ const Family& gpt2_family() {
          {"gpt2-1558M", gpt2(48, 1600, 25, 50257)}}};
     return family;
 }
+
+}  // namespace gpt2

@@ -3,7 +3,7 @@
 
 using nlohmann::json;
 
-namespace {
+namespace llama {
 
 // LLaMA 3.1 and 3.2: the RoPE of 8192 positions stretched to 131072.
 ModelConfig llama3(ModelConfig c, bool tied, double rope_factor) {
@@ -47,9 +47,7 @@ void write(json& out, const ModelConfig& c, const json&) {
     out["mlp_bias"] = c.mlp_bias;
 }
 
-}  // namespace
-
-const Family& llama_family() {
+const Family& family() {
     static const Family family = {"llama",
                                   "LlamaForCausalLM",
                                   {"rms_norm_eps", "hidden_act", "attention_bias"},
@@ -65,3 +63,5 @@ const Family& llama_family() {
                                    {"llama2-7B", llama2(llama_block(32, 4096, 32, 32, 11008), 32000, 4096, false)}}};
     return family;
 }
+
+}  // namespace llama

@@ -3,7 +3,7 @@
 
 using nlohmann::json;
 
-namespace {
+namespace mistral {
 
 // Mistral 7B v0.1.
 ModelConfig mistral(ModelConfig c, int64_t window) {
@@ -32,9 +32,7 @@ void write(json& out, const ModelConfig& c, const json&) {
     write_window(out, c);
 }
 
-}  // namespace
-
-const Family& mistral_family() {
+const Family& family() {
     static const Family family = {"mistral",
                                   "MistralForCausalLM",
                                   {},
@@ -45,3 +43,5 @@ const Family& mistral_family() {
                                   {{"mistral-7B", mistral(llama_block(32, 4096, 32, 8, 14336), 4096)}}};
     return family;
 }
+
+}  // namespace mistral

@@ -3,7 +3,7 @@
 
 using nlohmann::json;
 
-namespace {
+namespace olmo2 {
 
 ModelConfig olmo2(ModelConfig c) {
     c.norm_after = true;
@@ -51,9 +51,7 @@ std::vector<TensorNames> tensors() {
     return names;
 }
 
-}  // namespace
-
-const Family& olmo2_family() {
+const Family& family() {
     static const Family family = {"olmo2",
                                   "Olmo2ForCausalLM",
                                   {},
@@ -67,3 +65,5 @@ const Family& olmo2_family() {
                                    {"olmo2-32B", olmo2(llama_block(64, 5120, 40, 8, 27648))}}};
     return family;
 }
+
+}  // namespace olmo2

@@ -4,7 +4,7 @@
 
 using nlohmann::json;
 
-namespace {
+namespace phi3 {
 
 ModelConfig read(const ConfigKeys& keys) {
     LlamaDefaults defaults = {32, 3072, 32, 0, 8192, 32064, 4096, 1e-5, false, 1, 32000};
@@ -36,9 +36,9 @@ std::vector<TensorNames> tensors() {
     return names;
 }
 
-}  // namespace
-
-const Family& phi3_family() {
+const Family& family() {
     static const Family family = {"phi3", "Phi3ForCausalLM", {}, read, expresses, write, tensors(), {}};
     return family;
 }
+
+}  // namespace phi3

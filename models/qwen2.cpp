@@ -3,7 +3,7 @@
 
 using nlohmann::json;
 
-namespace {
+namespace qwen2 {
 
 // Qwen2.5's base models. Their vocabularies have more rows than the tokenizer has tokens.
 ModelConfig qwen2(ModelConfig c, int64_t vocab_size, int64_t max_positions, bool tied) {
@@ -35,9 +35,7 @@ void write(json& out, const ModelConfig& c, const json&) {
     write_layer_windows(out, c);
 }
 
-}  // namespace
-
-const Family& qwen2_family() {
+const Family& family() {
     static const Family family = {"qwen2",
                                   "Qwen2ForCausalLM",
                                   {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},
@@ -51,3 +49,5 @@ const Family& qwen2_family() {
                                    {"qwen2.5-7B", qwen2(llama_block(28, 3584, 28, 4, 18944), 152064, 131072, false)}}};
     return family;
 }
+
+}  // namespace qwen2

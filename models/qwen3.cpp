@@ -3,7 +3,7 @@
 
 using nlohmann::json;
 
-namespace {
+namespace qwen3 {
 
 ModelConfig qwen3(ModelConfig c, bool tied) {
     c.head_size = 128;
@@ -45,9 +45,7 @@ std::vector<TensorNames> tensors() {
     return names;
 }
 
-}  // namespace
-
-const Family& qwen3_family() {
+const Family& family() {
     static const Family family = {"qwen3",
                                   "Qwen3ForCausalLM",
                                   {},
@@ -61,3 +59,5 @@ const Family& qwen3_family() {
                                    {"qwen3-8B", qwen3(llama_block(36, 4096, 32, 8, 12288), false)}}};
     return family;
 }
+
+}  // namespace qwen3

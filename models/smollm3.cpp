@@ -3,7 +3,7 @@
 
 using nlohmann::json;
 
-namespace {
+namespace smollm3 {
 
 void set_rope(ModelConfig& c, int64_t interval) {
     for (int64_t l = 0; l < c.layers; l++) c.layer[size_t(l)].rope = (l + 1) % interval != 0;
@@ -50,9 +50,7 @@ void write(json& out, const ModelConfig& c, const json&) {
     write_layer_windows(out, c);
 }
 
-}  // namespace
-
-const Family& smollm3_family() {
+const Family& family() {
     static const Family family = {"smollm3",
                                   "SmolLM3ForCausalLM",
                                   {"no_rope_layers", "no_rope_layer_interval"},
@@ -63,3 +61,5 @@ const Family& smollm3_family() {
                                   {{"smollm3-3B", smollm3(llama_block(36, 2048, 16, 4, 11008))}}};
     return family;
 }
+
+}  // namespace smollm3

@@ -5,7 +5,7 @@
 
 using nlohmann::json;
 
-namespace {
+namespace train_gpt {
 
 // The GPT of modded-nanogpt's track 3, in any depth: width = 64·depth, heads of 128.
 ModelConfig modern(int64_t layers) {
@@ -158,9 +158,7 @@ void write(json& out, const ModelConfig& c, const json&) {
     if (c.qk_norm != QkNorm::Off) out["qk_norm"] = QK_NORM_NAMES[size_t(c.qk_norm)];
 }
 
-}  // namespace
-
-const Family& train_gpt_family() {
+const Family& family() {
     static const Family family = {
         "train_gpt",
         nullptr,
@@ -178,3 +176,5 @@ const Family& train_gpt_family() {
          {"modern-1424M", modern(30)}}};
     return family;
 }
+
+}  // namespace train_gpt

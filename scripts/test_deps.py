@@ -121,6 +121,43 @@ class DepsTest(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout)
         self.assertEqual(commands, ["update", "sudo", "install -y --no-install-recommends libpcre2-dev"])
 
+    def test_python_packages(self):
+        """scripts/venv.sh installs each list of packages once, and again when it changes."""
+        os.mkdir(os.path.join(self.top, "scripts"))
+
+        def write_list(name, text):
+            with open(os.path.join(self.top, "scripts", f"{name}.txt"), "w") as file:
+                file.write(text)
+        write_list("requirements", "numpy")
+        write_list("requirements-dev", "openai")
+        self.stand_in("pip", 'for word; do [[ $word != scripts/* ]] || echo "$word" >>"$LOG"; done; [[ ! $FAILS ]]')
+        self.stand_in("python3", f'mkdir -p .venv/bin; cp {self.top}/pip .venv/bin/python')
+
+        def installed(*args, **env):
+            done = subprocess.run([os.path.join(ROOT, "scripts", "venv.sh"), *args], cwd=self.top, text=True,
+                                  env={**os.environ, "DEPS": "", "FAILS": "", "PATH": self.path, "LOG": self.log, **env},
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            lists = []
+            if os.path.exists(self.log):
+                with open(self.log) as file:
+                    lists = file.read().split()
+                os.remove(self.log)
+            return done.returncode, lists, done.stderr
+        base, dev = "scripts/requirements.txt", "scripts/requirements-dev.txt"
+        self.assertEqual(installed(), (0, [base], ""))
+        self.assertEqual(installed(), (0, [], ""))
+        self.assertEqual(installed("dev"), (0, [dev], ""))
+        self.assertEqual(installed("dev"), (0, [], ""))
+        write_list("requirements-dev", "openai >= 2")
+        self.assertEqual(installed(), (0, [], ""))
+        status, lists, words = installed("dev", FAILS="yes")
+        self.assertEqual((status, lists), (0, [dev]))
+        self.assertIn("could not be installed (.venv/pip.log says why)", words)
+        self.assertEqual(installed("dev", DEPS="no")[:2], (0, []))
+        self.assertEqual(installed("dev"), (0, [dev], ""))
+        shutil.rmtree(os.path.join(self.top, ".venv"))
+        self.assertEqual(installed("dev"), (0, [base, dev], ""))
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs clang-tidy with the checks of .clang-tidy over the host sources. The version is pinned in scripts/requirements.txt;
+# Runs clang-tidy with the checks of .clang-tidy over the host sources. The version is pinned in scripts/requirements-dev.txt;
 # without that version the script does nothing. kernels/ is left out: its vector code would take most of the time, and the
 # tests against the oracle cover it.
 #
@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-version=$(sed -n 's/^clang-tidy == \([0-9.]*\).*/\1/p' scripts/requirements.txt)
+version=$(sed -n 's/^clang-tidy == \([0-9.]*\).*/\1/p' scripts/requirements-dev.txt)
 tool=.venv/bin/clang-tidy
 if ! "$tool" --version 2>/dev/null | grep -q "version $version"; then
     echo "clang-tidy $version is not installed (make venv installs it): the sources were not checked." >&2
