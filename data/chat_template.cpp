@@ -59,7 +59,7 @@ std::tm local_time_now() {
 }
 
 ChatTemplate::Source ChatTemplate::read(const ModelFiles& model) {
-    constexpr const char *CONFIG = "tokenizer_config.json", *FILE = "chat_template.jinja",
+    constexpr const char *CONFIG = "tokenizer_config.json", *TEMPLATE = "chat_template.jinja",
                          *TOOL_USE = "additional_chat_templates/tool_use.jinja";
     Source out;
     const std::string config_path = model.shown_as(CONFIG);
@@ -67,14 +67,14 @@ ChatTemplate::Source ChatTemplate::read(const ModelFiles& model) {
     for (const auto& [name, token] : read_declared_tokens(model).named)
         out.special_tokens.emplace_back(name, jinja::Text(token));
     // The files win over tokenizer_config.json, also where only one of them exists.
-    out.path = model.shown_as(FILE);
+    out.path = model.shown_as(TEMPLATE);
     out.tool_use_path = model.shown_as(TOOL_USE);
-    const bool has_file = model.has(FILE), has_tool_use = model.has(TOOL_USE);
+    const bool has_file = model.has(TEMPLATE), has_tool_use = model.has(TOOL_USE);
     require(has_file || !has_tool_use, out.tool_use_path, ": is a template for conversations with tools, but ",
             out.path, ", the one for the others, is missing; add it");
     if (has_tool_use) out.tool_use = model.read(TOOL_USE, LONGEST);
     if (has_file) {
-        out.text = model.read(FILE, LONGEST);
+        out.text = model.read(TEMPLATE, LONGEST);
         return out;
     }
     std::map<std::string, std::string> found = read_templates(config, config_path);

@@ -34,8 +34,8 @@ struct CompletionCall {
     int64_t top_logprobs = 0;
 
     // The most tokens of a completion of a prompt. 0: none, only the prompt is asked for.
-    int64_t most_tokens(const ServedModel& model, size_t prompt) const {
-        return fills_context ? model.context - int64_t(prompts[prompt].size()) : max_tokens;
+    int64_t most_tokens(const ServedModel& served, size_t prompt) const {
+        return fills_context ? served.context - int64_t(prompts[prompt].size()) : max_tokens;
     }
 };
 

@@ -161,6 +161,6 @@ std::string human_time(double seconds) {
 
 std::string with_commas(int64_t number) {
     std::string s = std::to_string(number);
-    for (int64_t i = int64_t(s.size()) - 3; i > (number < 0); i -= 3) s.insert(static_cast<size_t>(i), ",");
+    for (int64_t i = int64_t(s.size()) - 3; i > (number < 0); i -= 3) s.insert(static_cast<size_t>(i), 1, ',');
     return s;
 }
