@@ -243,10 +243,9 @@ $(BUILD)/%/jumbo.cpp: FORCE
 	@printf '#include "%s"\n' $(call jumbo_sources,$*) | cmp -s - $@ || printf '#include "%s"\n' $(call jumbo_sources,$*) > $@
 
 # Headers that others wrote take a third of the time in which a test, or a source that is in no group, compiles: they are
-# compiled once, and again with nlohmann/json for groups. GCC compiles a file whose flags differ too much without them;
-# clang would stop.
+# compiled once. Only files with the very same flags have them: at another level of optimisation GCC may crash, and clang
+# refuses them.
 SOURCE_HEADERS := $(BUILD)/precompiled/sources.h
-GROUP_HEADERS := $(BUILD)/precompiled/groups.h
 TEST_HEADERS := $(BUILD)/precompiled/tests.h
 STANDARD_HEADERS := algorithm array atomic cmath cstdint cstdlib cstring functional limits map memory optional sstream \
                     stdexcept string string_view utility vector
@@ -265,7 +264,7 @@ $(foreach cold,commands driver infer models parallel rl serve,$(BUILD)/$(cold)/%
 # compiler takes.
 SLOW_TESTS := test_util test_model test_linear_attention test_attention test_decode_step test_matmul_fp8 test_linear \
               test_sampling test_normal
-$(foreach hot,kernels tensor_library runtime data,$(BUILD)/$(hot)/%.cpp.o) $(SOURCE_HEADERS).gch $(SLOW_TESTS:%=$(BUILD)/dev/tests/%.cpp.o): private OPTIMISE := -O1 -g1 -fno-omit-frame-pointer
+$(foreach hot,kernels tensor_library runtime data,$(BUILD)/$(hot)/%.cpp.o) $(SLOW_TESTS:%=$(BUILD)/dev/tests/%.cpp.o): private OPTIMISE := -O1 -g1 -fno-omit-frame-pointer
 # The loops in which most tests spend most time: matmuls of tiles, random numbers, softmax. -O1 makes no fused
 # multiply-adds, so that these files round like the others without them, too.
 $(BUILD)/kernels/cpu/%.cpp.o $(BUILD)/runtime/normal.cpp.o $(BUILD)/kernels/attention/attention.cpp.o: \
@@ -283,7 +282,7 @@ $(foreach cold,data/jinja driver infer parallel rl serve,$(BUILD)/$(cold)/%.cpp.
     $(BUILD)/data/jumbo.cpp.o $(patsubst %,$(BUILD)/%.o,$(filter-out $(DATA_LIB_SOURCES),$(wildcard data/*.cpp))): private OPTIMISE := -O1 -fexpensive-optimizations
 endif
 $(if $(SERVE),$(BUILD)/serve/jumbo.cpp.o $(BUILD)/serve/routes.cpp.o: serve/page.html)
-SINGLE_SOURCES := $(filter-out $(GROUPED) runtime/files/json_keys.cpp,$(filter kernels/%.cpp tensor_library/%.cpp runtime/%.cpp,$(SOURCES)))
+SINGLE_SOURCES := $(filter-out $(GROUPED) runtime/files/%,$(filter kernels/%.cpp tensor_library/%.cpp runtime/%.cpp,$(SOURCES)))
 SINGLE_TESTS := $(filter-out $(SLOW_TESTS:%=dev/tests/%.cpp),$(wildcard dev/tests/test_*.cpp))
 # precompiled(objects, header, what it includes)
 define precompiled_by_gcc
@@ -292,11 +291,10 @@ $(1): $(2).gch
 $(2).gch: private HEADERS := $(3)
 endef
 precompiled = $(if $(GCC),$(call precompiled_by_gcc,$(1),$(2),$(3)))
-GROUPS := $(foreach dir,$(JUMBO_DIRS),$(BUILD)/$(dir)/jumbo.cpp.o)
-$(eval $(call precompiled,$(SINGLE_SOURCES:%=$(BUILD)/%.o),$(SOURCE_HEADERS),$(STANDARD_HEADERS)))
-$(eval $(call precompiled,$(GROUPS) $(patsubst %,$(BUILD)/%.o,train_gpt.cu runtime/files/json_keys.cpp),$(GROUP_HEADERS),$(STANDARD_HEADERS) nlohmann/json.hpp))
+$(if $(SANITIZE),,$(eval $(call precompiled,$(SINGLE_SOURCES:%=$(BUILD)/%.o),$(SOURCE_HEADERS),$(STANDARD_HEADERS))))
 $(eval $(call precompiled,$(SINGLE_TESTS:%=$(BUILD)/%.o),$(TEST_HEADERS),gtest/gtest.h))
-$(SINGLE_SOURCES:%=$(BUILD)/%.o): | $(GROUPS:.o=)
+# Groups, which take longest, begin first.
+$(SINGLE_SOURCES:%=$(BUILD)/%.o): | $(JUMBO_DIRS:%=$(BUILD)/%/jumbo.cpp)
 $(BUILD)/precompiled/%.h.gch: $(BUILD)/flags
 	@mkdir -p $(@D)
 	@printf '#include <%s>\n' $(HEADERS) >$(@:.gch=)
