@@ -111,12 +111,11 @@ SANITIZER := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all $
 PREPROCESS := -I. -MMD -MP
 # Position-independent and hidden, so that the same objects make the shared library, which shows its C interface only.
 HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden
-# From version 13 on GCC splits a sum of products in one register into products and sums for AVX-512, and not one in
-# several: the bits would depend on how rows are blocked, and so on the number of threads.
 GCC := $(if $(shell $(CXX) --version 2>/dev/null | grep -i clang),,yes)
-HOST_FLAGS += $(if $(GCC),--param=avoid-fma-max-bits=0)
-# GCC collects garbage from 128 MiB on, which took an eighth of the time of groups; few of them ever need 1 GiB.
-HOST_FLAGS += $(if $(GCC),--param=ggc-min-heapsize=1048576)
+# From version 13 on GCC splits a sum of products in one register into products and sums for AVX-512, and not one in
+# several: the bits would depend on how rows are blocked, and so on the number of threads. And it collects garbage from
+# 128 MiB on, which took an eighth of the time of groups; few of them ever need 1 GiB.
+HOST_FLAGS += $(if $(GCC),--param=avoid-fma-max-bits=0 --param=ggc-min-heapsize=1048576)
 COMPILE = $(CXX) -std=c++20 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(UNPACKED_INCLUDE) $(CXXFLAGS)
 PCRE2_LIBS := -lpcre2-8
 ifneq ($(PCRE2),)
@@ -285,14 +284,15 @@ $(if $(SERVE),$(BUILD)/serve/jumbo.cpp.o $(BUILD)/serve/routes.cpp.o: serve/page
 SINGLE_SOURCES := $(filter-out $(GROUPED) runtime/files/%,$(filter kernels/%.cpp tensor_library/%.cpp runtime/%.cpp,$(SOURCES)))
 SINGLE_TESTS := $(filter-out $(SLOW_TESTS:%=dev/tests/%.cpp),$(wildcard dev/tests/test_*.cpp))
 # precompiled(objects, header, what it includes)
-define precompiled_by_gcc
+define precompiled
 $(1): private PREPROCESS += -include $(2)
 $(1): $(2).gch
 $(2).gch: private HEADERS := $(3)
 endef
-precompiled = $(if $(GCC),$(call precompiled_by_gcc,$(1),$(2),$(3)))
-$(if $(SANITIZE),,$(eval $(call precompiled,$(SINGLE_SOURCES:%=$(BUILD)/%.o),$(SOURCE_HEADERS),$(STANDARD_HEADERS))))
-$(eval $(call precompiled,$(SINGLE_TESTS:%=$(BUILD)/%.o),$(TEST_HEADERS),gtest/gtest.h))
+ifneq ($(GCC),)
+  $(if $(SANITIZE),,$(eval $(call precompiled,$(SINGLE_SOURCES:%=$(BUILD)/%.o),$(SOURCE_HEADERS),$(STANDARD_HEADERS))))
+  $(eval $(call precompiled,$(SINGLE_TESTS:%=$(BUILD)/%.o),$(TEST_HEADERS),gtest/gtest.h))
+endif
 # Groups, which take longest, begin first.
 $(SINGLE_SOURCES:%=$(BUILD)/%.o): | $(JUMBO_DIRS:%=$(BUILD)/%/jumbo.cpp)
 $(BUILD)/precompiled/%.h.gch: $(BUILD)/flags
@@ -494,7 +494,7 @@ test-binaries-cpu:
 	@$(MAKE) --no-print-directory BACKEND=cpu BUILD=$(CPU_BUILD) $(if $(TEST_CPU_TOO),test-binaries,$(CPU_BUILD)/train_gpt)
 endif
 
-test: venv test-binaries  ## every test, with one closing line; OP=layernorm for one op
+test: $(PYTHON) test-binaries  ## every test, with one closing line; OP=layernorm for one op
 ifeq ($(BACKEND),cuda)
 	@$(if $(GPU)$(filter no_gpu,$(OP)),,echo "BACKEND=cuda: no GPU found, so its tests cannot run (OP=no_gpu can)." >&2; exit 1)
 endif
@@ -510,7 +510,7 @@ bench: $(BENCHES)  ## time every kernel against the machine's limits; OP=matmul 
 ladder: $(LADDERS)  ## the kernel ladders, checked and timed rung by rung; OP=matmul for one
 	@$(if $(LADDERS),,echo "There is no ladder dev/ladder/$(or $(OP),*) for BACKEND=$(BACKEND)." >&2; exit 1;) for ladder in $(LADDERS); do $$ladder; done
 
-mutants: venv  ## mutation testing: a test must fail for each one-line mutation of dev/mutants/
+mutants: $(PYTHON)  ## mutation testing: a test must fail for each one-line mutation of dev/mutants/
 	@$(PYTHON) scripts/run_mutants.py $(OP)
 
 deps:  ## install what is missing: distribution packages (as root or with sudo), then the Python packages
@@ -526,10 +526,9 @@ cuda-info:  ## what a CUDA build takes from where
 # Not a file to make wait for: the script itself sees in milliseconds whether its packages are there. It comes first in lists
 # of prerequisites, because it waits for the network.
 $(PYTHON): FORCE
-	@DEPS="$(DEPS)" scripts/venv.sh
+	@DEPS="$(DEPS)" scripts/venv.sh $(if $(filter test mutants venv format tidy check-format,$(GOALS)),dev)
 
 venv: $(PYTHON)  ## the Python environment .venv with the packages of scripts/requirements.txt and requirements-dev.txt
-	@DEPS="$(DEPS)" scripts/venv.sh dev
 
 format: venv  ## lay out the C++ and CUDA sources by .clang-format
 	@scripts/format.sh

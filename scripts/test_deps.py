@@ -32,16 +32,22 @@ class DepsTest(unittest.TestCase):
             file.write(f"#!/bin/bash\n{script}\n")
         os.chmod(path, 0o755)
 
+    def logged(self):
+        """What stand-ins have received since the last call."""
+        if not os.path.exists(self.log):
+            return []
+        with open(self.log) as file:
+            lines = file.read().splitlines()
+        os.remove(self.log)
+        return lines
+
     def make(self, *args):
         """Runs make with the stand-ins. Returns the finished process and the commands that apt-get received."""
         makes = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "DEPS", "CXX", "BACKEND")  # of the make around this test
         env = {name: value for name, value in os.environ.items() if name not in makes}
         done = subprocess.run(["make", "CXX=g++", *args], cwd=ROOT, env={**env, "PATH": self.path, "LOG": self.log},
                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
-        if not os.path.exists(self.log):
-            return done, []
-        with open(self.log) as file:
-            return done, file.read().splitlines()
+        return done, self.logged()
 
     def test_build_goals_install_nothing(self):
         for goals in [], ["all"], ["train_gpt"], ["lib"], ["ladder"], ["test-binaries"]:
@@ -56,7 +62,6 @@ class DepsTest(unittest.TestCase):
             self.assertEqual(done.returncode, 2, done.stdout)  # the stand-in for apt-get installs nothing
             self.assertIn("Still missing after the installation: libpcre2-dev", done.stdout)
             self.assertEqual(commands, ["update", "install -y --no-install-recommends libpcre2-dev"], goal)
-            os.remove(self.log)
 
     def test_deps_no_and_dry_runs_install_nothing(self):
         for args in ["DEPS=no", "test"], ["-n", "test"], ["-n"]:
@@ -72,12 +77,7 @@ class DepsTest(unittest.TestCase):
         done = subprocess.run([os.path.join(ROOT, "scripts", "deps.sh"), "install"], cwd=work, stdin=subprocess.DEVNULL,
                               env={**os.environ, "PATH": self.path, "LOG": self.log, "TOP": self.top, "DEPS": "", "CXX": "g++"},
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
-        commands = []
-        if os.path.exists(self.log):
-            with open(self.log) as file:
-                commands = file.read().splitlines()
-            os.remove(self.log)
-        return done, commands
+        return done, self.logged()
 
     @unittest.skipUnless(shutil.which("dpkg-deb"), "there is no dpkg-deb")
     def test_without_root_packages_are_unpacked(self):
@@ -137,12 +137,7 @@ class DepsTest(unittest.TestCase):
             done = subprocess.run([os.path.join(ROOT, "scripts", "venv.sh"), *args], cwd=self.top, text=True,
                                   env={**os.environ, "DEPS": "", "FAILS": "", "PATH": self.path, "LOG": self.log, **env},
                                   stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            lists = []
-            if os.path.exists(self.log):
-                with open(self.log) as file:
-                    lists = file.read().split()
-                os.remove(self.log)
-            return done.returncode, lists, done.stderr
+            return done.returncode, self.logged(), done.stderr
         base, dev = "scripts/requirements.txt", "scripts/requirements-dev.txt"
         self.assertEqual(installed(), (0, [base], ""))
         self.assertEqual(installed(), (0, [], ""))

@@ -1,19 +1,13 @@
 #!/usr/bin/env bash
-# Creates the Python environment .venv and installs scripts/requirements.txt into it, after `dev` scripts/requirements-dev.txt
-# too, again whenever such a file changes. If the package registry cannot be reached it prints a warning and creates an
-# environment that uses the distribution's Python packages. DEPS=no installs nothing.
+# Creates the Python environment .venv and installs scripts/requirements.txt into it; `scripts/venv.sh dev` installs
+# scripts/requirements-dev.txt, too. A list that has changed is installed again. If the package registry cannot be reached
+# it prints a warning and creates an environment that uses the distribution's Python packages. DEPS=no installs nothing.
 set -euo pipefail
 
 python=.venv/bin/python
 PATH=$PATH:$PWD/.deps/usr/bin  # make deps without root
-[[ -x $python ]] || rm -rf .venv
-missing=()
-for list in requirements ${1:+requirements-$1}; do
-    cmp -s scripts/$list.txt .venv/installed-$list.txt || missing+=("$list")
-done
-((${#missing[@]})) || exit 0
-
 if [[ ! -x $python ]]; then
+    rm -rf .venv
     if ! python3 -m venv --system-site-packages .venv 2>/dev/null; then
         python3 -m venv --system-site-packages --without-pip .venv
         for wheel in .deps/usr/share/python-wheels/pip-*.whl; do
@@ -21,11 +15,12 @@ if [[ ! -x $python ]]; then
         done
     fi
 fi
-if [[ ${DEPS:-} == no ]]; then
-    echo "DEPS=no, so .venv gets no packages: BPE tokenizers and plots may be missing." >&2
-    exit 0
-fi
-for list in "${missing[@]}"; do
+for list in requirements ${1:+requirements-$1}; do
+    ! cmp -s scripts/$list.txt .venv/installed-$list.txt || continue
+    if [[ ${DEPS:-} == no ]]; then
+        echo "DEPS=no, so .venv gets no packages: BPE tokenizers and plots may be missing." >&2
+        exit 0
+    fi
     echo "+ $python -m pip install -r scripts/$list.txt"
     # Python compiles what it imports; to compile all that is installed takes a third of the time.
     if $python -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 15 --no-compile -r scripts/$list.txt >.venv/pip.log 2>&1; then
