@@ -15,6 +15,8 @@ if [[ ! -x $python ]]; then
         done
     fi
 fi
+declare -A without=([requirements]="byte tokens are used, and plots need the distribution's matplotlib"
+                    [requirements-dev]="tests and checks that need them are skipped")
 for list in requirements ${1:+requirements-$1}; do
     ! cmp -s scripts/$list.txt .venv/installed-$list.txt || continue
     if [[ ${DEPS:-} == no ]]; then
@@ -26,7 +28,7 @@ for list in requirements ${1:+requirements-$1}; do
     if $python -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 15 --no-compile -r scripts/$list.txt >.venv/pip.log 2>&1; then
         cp scripts/$list.txt .venv/installed-$list.txt
     else
-        echo "The Python packages could not be installed (.venv/pip.log says why): byte tokens are used, and plots need the distribution's matplotlib." >&2
+        echo "The Python packages could not be installed (.venv/pip.log says why): ${without[$list]}." >&2
         exit 0
     fi
 done
