@@ -507,6 +507,32 @@ TEST_P(DecodeStep, BitsDoNotDependOnTheBatch) {
     }
 }
 
+// The stages of LLaMA 8B, pairs of rows of 14,336 columns, leave little room in shared memory.
+TEST(DecodeStepPlan, Llama8BFits) {
+    DecodeModel m;
+    m.dtype = DType::BF16;
+    m.layers = 32;
+    m.C = 4096;
+    m.NH = 32;
+    m.NKV = 8;
+    m.HS = 128;
+    m.FFN = 14336;
+    m.Vp = 128256;
+    m.slots = 8;
+    m.capacity = 2048;
+    m.activation = Activation::SwiGLU;
+    m.centred = false;
+    m.scale = 0.125f;
+    DecodeModel small = m;
+    small.FFN = 4096;
+    if (decode_step_max_batch(small) == 0) GTEST_SKIP() << "there is no fused decode step here";
+    EXPECT_GE(decode_step_max_batch(m), 1);
+    for (const Packing packing : {Packing::Fp8, Packing::Int8, Packing::Int4}) {
+        m.packing = packing;
+        EXPECT_GE(decode_step_max_batch(m), 1) << int(packing);
+    }
+}
+
 TEST_P(DecodeStep, InvalidArgumentsAreErrors) {
     const Fixture f(GPT2, activation(), 2);
     DecodeModel m = f.model();

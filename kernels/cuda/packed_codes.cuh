@@ -95,27 +95,32 @@ __device__ __forceinline__ uint32_t neighbour_codes(uint32_t word, int upper) {
 }
 
 // The eight weights of a lane, without their scale, in the order of their columns. word: its bytes of the group, from
-// group_bytes / 4·t on.
-template <Packing P, typename T>
+// group_bytes / 4·t on. REGROUPED: in the order of regrouped() activations, which takes fewer instructions.
+template <Packing P, typename T, bool REGROUPED = false>
 __device__ __forceinline__ void code_pairs(uint32_t (&pair)[4], const uint32_t (&word)[LANE_WORDS]) {
     constexpr int EVEN_FIRST = 0x3120;  // bytes 0, 2, 1, 3: pairs lie in every other byte
     if constexpr (P == Packing::Int4) {
-        const uint32_t nibbles = __byte_perm(word[0], 0, EVEN_FIRST);
+        const uint32_t nibbles = REGROUPED ? word[0] : __byte_perm(word[0], 0, EVEN_FIRST);
 #pragma unroll
         for (int i = 0; i < 4; i++) pair[i] = int4_pair<T>(nibbles >> (i % 2 * 8 + i / 2 * 4));
     } else {
 #pragma unroll
         for (int i = 0; i < LANE_WORDS; i++) {
             if constexpr (P == Packing::Fp8) {  // to bytes 1 and 3
-                pair[2 * i] = fp8_pair<T>(__byte_perm(word[i], 0, 0x1404));
-                pair[2 * i + 1] = fp8_pair<T>(__byte_perm(word[i], 0, 0x3424));
+                pair[2 * i] = fp8_pair<T>(REGROUPED ? word[i] << 8 : __byte_perm(word[i], 0, 0x1404));
+                pair[2 * i + 1] = fp8_pair<T>(REGROUPED ? word[i] : __byte_perm(word[i], 0, 0x3424));
             } else {
-                const uint32_t bytes = __byte_perm(word[i], 0, EVEN_FIRST);
+                const uint32_t bytes = REGROUPED ? word[i] : __byte_perm(word[i], 0, EVEN_FIRST);
                 pair[2 * i] = int8_pair<T>(bytes);
                 pair[2 * i + 1] = int8_pair<T>(bytes >> 8);
             }
         }
     }
+}
+
+// Four activations as columns 0, 2, 1, 3: a pair is two columns apart, as the bytes of a word that one mask takes.
+__device__ __forceinline__ uint2 regrouped(uint2 four) {
+    return make_uint2(__byte_perm(four.x, four.y, 0x5410), __byte_perm(four.x, four.y, 0x7632));
 }
 
 // The activations of a group, from x on, that belong to those weights.

@@ -57,7 +57,7 @@ Arguments<T> arguments_of(const Tensor& logits, const Tensor& ids, const DecodeB
     a.activation = m.activation;
     a.stages = int(z.stages);
     a.stage_bytes = int(z.stage_bytes);
-    a.stages_at_once = int(std::min<int64_t>(STAGES_AT_ONCE, z.stages - 1));
+    a.stages_at_once = z.stages_at_once;
     int64_t at = 0;
     const auto take = [&](int64_t bytes) {
         const int64_t begin = at;
@@ -206,7 +206,8 @@ void decode_step(Tensor logits, Tensor ids, const DecodeBatch& batch, const Deco
         using T = decltype(zero);
         const Arguments<T> a = arguments_of<T>(logits, ids, batch, m, weights, scratch, z);
         if constexpr (sizeof(T) == 2)
-            if (m.packing) return launch<T, true>(op, a, z, is_extended(m), stream);
-        launch<T, false>(op, a, z, is_extended(m), stream);
+            if (m.packing)
+                return (*m.packing == Packing::Int4 ? launch<T, 4> : launch<T, 8>)(op, a, z, is_extended(m), stream);
+        launch<T, 0>(op, a, z, is_extended(m), stream);
     });
 }

@@ -17,11 +17,18 @@ constexpr int WARPS = 8, THREADS = WARPS * WARP;  // that compute; one more warp
 constexpr int64_t MAX_HS = 128;                   // attention: a warp for a row of q, k or v, 16 bytes a lane
 constexpr int MIN_STAGES = 3, MAX_STAGES = 24;
 constexpr int64_t MIN_STAGE_BYTES = 12 << 10;
-constexpr int MAX_STAGE_ROWS = 8;                            // so that at least four lanes of a warp share a row
-constexpr int STAGES_AT_ONCE = 3;                            // stages whose rows a warp multiplies side by side
-constexpr int CHUNK_ROWS = STAGES_AT_ONCE * MAX_STAGE_ROWS;  // rows between two barriers
-constexpr int QUERY_TILE = 2;                                // query heads of an attention task with NKV < NH
-constexpr int64_t SPLIT_KEYS = KV_PAGE;                      // keys of a KV split: those of a page
+constexpr int MAX_STAGE_ROWS = 8;  // so that at least four lanes of a warp share a row
+
+// Bits of a weight's code. A kernel has one; 0: weights in T. Of 8 bits are fp8 and int8.
+constexpr int code_bits(std::optional<Packing> packing) {
+    return !packing ? 0 : *packing == Packing::Int4 ? 4 : 8;
+}
+// The most stages whose rows a warp multiplies side by side, in a kernel for NB sequences.
+constexpr int most_at_once(int NB, int bits) {
+    return bits == 0 ? 3 : bits == 4 && NB <= 2 ? 8 : 4;
+}
+constexpr int QUERY_TILE = 2;            // query heads of an attention task with NKV < NH
+constexpr int64_t SPLIT_KEYS = KV_PAGE;  // keys of a KV split: those of a page
 
 // The matrices, in model order. Each layer has the first four.
 enum Matrix { QKV, PROJ, FC, FCPROJ, LAYER_MATRICES, HEAD = LAYER_MATRICES, MATRICES };
@@ -100,9 +107,16 @@ struct Arguments {
     const float *embedding_norm_weight, *embedding_norm_bias;  // [C] or null
 };
 
+// Rows between two barriers, of a kernel for NB sequences. One barrier for each stage that is multiplied costs 8 warps
+// that finish at different times about a tenth of a step of one sequence (docs/log/generation.md). With more rows than
+// these, the three stages of LLaMA 8B in bf16 would not fit.
+constexpr int chunk_rows(int NB, int bits) {
+    return bits > 0 ? 4 * MAX_STAGE_ROWS * (NB < 4 ? 4 / NB : 1) : 3 * MAX_STAGE_ROWS * (NB == 1 ? 2 : 1);
+}
+
 // Each warp's sums for the rows of a chunk; two chunks alternate.
-template <int NB>
-using Partial = float[2][WARPS][NB][CHUNK_ROWS];
+template <int NB, int BITS>
+using Partial = float[2][WARPS][NB][chunk_rows(NB, BITS)];
 
 // The output pairs [first, end) of a matrix, which belong to a block.
 struct PairRange {
@@ -122,7 +136,6 @@ struct Task {
 template <int NB, bool EXTENDED, typename T>
 struct Shared {
     Mbarrier full[MAX_STAGES], empty[MAX_STAGES];  // of the ring
-    Partial<NB> partial;
     int64_t positions[NB], slots[NB];
     RowPart norm_parts[NB][WARPS];
     float rotations[NB][MAX_HS];  // RoPE: (cos, sin) of each sequence
@@ -132,11 +145,14 @@ struct Shared {
     // Of the block; all zeros if there are fewer tasks than blocks. Extended: of two layers, which alternate.
     Task first_task[EXTENDED ? 2 : 1];
     uint32_t epoch;
+    alignas(16) T zeros[PACKED_GROUP];  // activations of packed weights that do not exist
 };
 
-// Upper bound of `Shared` and the softmax statistics: RESERVED_BYTES + NB·SEQUENCE_BYTES.
-constexpr int64_t RESERVED_BYTES = 4 << 10;
-constexpr int64_t SEQUENCE_BYTES = int64_t(sizeof(Partial<1>)) + MAX_HS * int64_t(sizeof(float)) + 128;
+// Upper bound of `Shared`, `Partial` and the softmax statistics.
+constexpr int64_t reserved_bytes(int NB, int bits) {
+    constexpr int64_t OF_SEQUENCE = MAX_HS * int64_t(sizeof(float)) + 128;
+    return (4 << 10) + NB * (2 * WARPS * chunk_rows(NB, bits) * int64_t(sizeof(float)) + OF_SEQUENCE);
+}
 
 // Shared memory of attention, in bytes: queries [heads, HS] and each warp's Σ p·v [WARPS, heads, HS] fp32, then as T
 // the rows of q, k and v as they arrive [heads + 2, HS], and the rotated new key [HS].

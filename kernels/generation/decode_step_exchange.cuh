@@ -44,12 +44,16 @@ __device__ __forceinline__ bool has_arrived(const ulonglong2& w, uint32_t epoch)
     return uint32_t(w.x >> 32) == epoch && uint32_t(w.y >> 32) == epoch;
 }
 
+struct AsSent {
+    __device__ __forceinline__ uint2 operator()(uint2 pair) const { return pair; }
+};
+
 // Copies pairs of words to the same offsets in shared memory as they arrive; called by one warp. Each of `sequences`
 // rows has `count` pairs for this warp, and rows are `row` pairs apart. A lane has BATCH loads in flight and repeats
-// those that were too early.
-template <int BATCH>
+// those that were too early. arrange(pair) is stored.
+template <int BATCH, typename F = AsSent>
 __device__ __forceinline__ void receive(uint2* to, const uint64_t* words, uint32_t epoch, int sequences, int row,
-                                        int count) {
+                                        int count, F arrange = {}) {
     const int lane = int(threadIdx.x) % WARP;
     int n = 0, q = lane;
 #pragma unroll 1
@@ -76,7 +80,7 @@ __device__ __forceinline__ void receive(uint2* to, const uint64_t* words, uint32
             for (int b = 0; b < BATCH; b++) {
                 if (at[b] < 0) continue;
                 if (has_arrived(w[b], epoch)) {
-                    to[at[b]] = make_uint2(uint32_t(w[b].x), uint32_t(w[b].y));
+                    to[at[b]] = arrange(make_uint2(uint32_t(w[b].x), uint32_t(w[b].y)));
                     at[b] = -1;
                 } else {
                     pending = true;

@@ -24,24 +24,27 @@
 //
 //   sequences (NB)               1             2             4             8
 //   query heads of a task     1      2      1      2      1      2      1      2
-//   bf16: registers          141    167    157    168    161    168    168    168
-//         bytes of stack       0      0      0      0      0     16      0      0
-//         static KiB         3.6    3.8    5.8    5.8    9.9   10.0   18.3   18.3
-//   fp32: registers          141    152    149    160    161    168    168    168   (nothing spilled)
-//   extended bf16: registers 154    168    163    168    168    168    168    168
-//         bytes of stack       0      0      0     16      8     72      8     80
-//   packed bf16:   registers 145    168    150    168    168    168    168    168
-//         bytes of stack       0      0      0      0      0      8      0      8
-//   both:          registers 153    168    164    168    168    168    168    168
-//         bytes of stack       0      8      0     32     24     88     16     96
+//   bf16: registers          141    164    157    167    163    168    168    168
+//         bytes of stack       0      0      0      0      0      8      8      0
+//         static KiB         5.2    5.2    5.8    5.9   10.0   10.0   18.2   18.4
+//   fp32: registers          141    152    155    158    161    168    168    168   (nothing spilled)
+//   extended bf16: registers 152    168    167    168    168    168    168    168
+//         bytes of stack       0      0      0      8      0     64      8     56
+//   8-bit: registers         147    168    161    168    168    168    167    168
+//         bytes of stack       0      0      0      0      0     16      0     24
+//         static KiB        10.2   10.2   10.8   10.9   12.0   12.0   22.2   22.4
+//   int4: registers          153    168    161    168    167    168    167    168
+//         bytes of stack       0      0      0      0      0     16      0     16
+//   8-bit extended: stack      0     32      0     56     40    120     56    112
+//   int4 extended: stack       0     48      8     72     24    104     40     96
 //
 // The extended kernel (is_extended in decode_step_plan.cuh) serves the options that GPT-2 and LLaMA lack. It is an
 // instance of its own, so that theirs keep their registers: QK-norm where a warp receives a head, before RoPE; the norm
 // after the embedding in every block; a bias of the head where logits are finished; and attention tasks that differ
 // from layer to layer, which thread 0 finds one layer ahead.
 //
-// Packed weights have instances, too (decode_step_packed.cu): one for all three packings, whose conversions are parts
-// of the same kernel of which one is run (decode_step_packed_matmul.cuh).
+// Packed weights have instances, too: one for int4 (decode_step_int4.cu) and one for both fp8 and int8, whose
+// conversions are parts of the same kernel of which one is run (decode_step_8bit.cu, decode_step_packed_matmul.cuh).
 //
 // Dynamic shared memory takes the rest of the SM's 227 KiB: GPT-2 124M 216 KiB with 17 stages of 12 KiB, a LLaMA of 1B
 // 187 KiB with 5 stages of 32 KiB (one sequence, bf16).
@@ -66,26 +69,30 @@ struct Matmul {
 };
 
 // The computing warps of a block.
-template <typename T, int NB, int HEADS, bool EXTENDED, bool PACKED>
+template <typename T, int NB, int HEADS, bool EXTENDED, int BITS>
 struct ComputingWarps {
+    static constexpr bool PACKED = BITS > 0;
     static constexpr int W = FULL_WIDTH<T>, Q = QUAD<T>;
-    using WarpProduct = std::conditional_t<PACKED, PackedWarpMatmul<NB, T>, WarpMatmul<NB, T>>;
+    static constexpr int CHUNK_ROWS = chunk_rows(NB, BITS);
+    using WarpProduct = std::conditional_t<PACKED, PackedWarpMatmul<NB, T, BITS>, WarpMatmul<NB, T>>;
 
     const Arguments<T>& a;
     Shared<NB, EXTENDED, T>& shared;
+    Partial<NB, BITS>& partial;
     float2 (*const softmax_statistics)[HEADS];  // of attention
     char* const memory;
     const Layer* const layers;
-    T* const rows;      // [N, K] the input of a matmul
+    T* const rows;      // [N, K] the input of a matmul; for packed weights regrouped()
     T* const residual;  // [N, C] the residual
     const int thread, warp, lane;
     const int my_head;   // of an attention task: the thread has two channels of it
     const Slice normed;  // the warp's part of C
 
     __device__ __forceinline__ ComputingWarps(const Arguments<T>& arguments, Shared<NB, EXTENDED, T>& of_block,
-                                              float2 (*const statistics)[HEADS], char* dynamic)
+                                              Partial<NB, BITS>& sums, float2 (*const statistics)[HEADS], char* dynamic)
         : a(arguments),
           shared(of_block),
+          partial(sums),
           softmax_statistics(statistics),
           memory(dynamic),
           layers(reinterpret_cast<const Layer*>(memory + a.layers_offset)),
@@ -104,7 +111,7 @@ struct ComputingWarps {
         prepare_attention();
         sync_computing_warps();
         const int swiglu_halves = is_gated(a.activation) ? 2 : 1;
-        int parity = 0;  // of shared.partial
+        int parity = 0;  // of partial
 #pragma unroll 1
         for (int i = 0; i <= LAYER_MATRICES * a.num_layers; i++) {
             const int l = i / LAYER_MATRICES, which = l < a.num_layers ? i % LAYER_MATRICES : int(HEAD);
@@ -152,13 +159,9 @@ struct ComputingWarps {
             if (owned == 0) sync_computing_warps();  // so that no block is more than a matmul ahead
             int first = 0, done = 0;                 // stages: of this chunk, multiplied
             while (matmul.taken > 0) {
-                float(*const to)[CHUNK_ROWS] = reinterpret_cast<float(*)[CHUNK_ROWS]>(
-                    &shared.partial[parity][warp][0][(done - first) * p.stage_rows]);
-                const T* const x = rows + slice.first * W;
-                if (matmul.taken == 1)
-                    matmul.template multiply<1>(ring, x, a.N, to);
-                else
-                    matmul.template multiply<STAGES_AT_ONCE>(ring, x, a.N, to);
+                float(*const to)[CHUNK_ROWS] =
+                    reinterpret_cast<float(*)[CHUNK_ROWS]>(&partial[parity][warp][0][(done - first) * p.stage_rows]);
+                matmul.multiply(ring, rows + slice.first * W, shared.zeros, a.N, to);
                 done += matmul.taken;
                 if (done - first == p.chunk || matmul.rows_left <= 0) {
                     sync_computing_warps();
@@ -249,10 +252,12 @@ struct ComputingWarps {
         const uint32_t epoch = which == QKV || which == HEAD ? op.epoch - 1 : op.epoch;
         const int row = p.K / Q, count = slice.count * (W / Q);
         constexpr int BATCH = NB == 1 ? 3 : NB == 2 ? 4 : 8;
+        const bool regroup = PACKED && !op.has_norm;
+        const auto arrange = [&](uint2 pair) { return regroup ? regrouped(pair) : pair; };
         if (NB == 1 && count <= WARP)
-            receive<1>(to, words + 2 * at, epoch, 1, row, count);
+            receive<1>(to, words + 2 * at, epoch, 1, row, count, arrange);
         else
-            receive<BATCH>(to, words + 2 * at, epoch, a.N, row, count);
+            receive<BATCH>(to, words + 2 * at, epoch, a.N, row, count, arrange);
     }
 
     // Calls f(sequence, offset in [N, C], channel) for each group of Q channels of the warp's part of C.
@@ -288,16 +293,20 @@ struct ComputingWarps {
         sync_computing_warps();
         // Lane n combines the warps' parts for sequence n.
         RowPart part[WARPS];
+        // RMSNorm has no mean. Beside dense weights, the choice would cost a step of GPT-2 124M 3%.
+        const bool centred = !PACKED || a.centred;
         float row_mean = 0, row_m2 = 0;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             part[w] = shared.norm_parts[lane % NB][w];
-            row_mean = fmaf(part[w].mean, float(slice_of<T, PACKED>(a.C, w).count * W), row_mean);
+            if (centred) row_mean = fmaf(part[w].mean, float(slice_of<T, PACKED>(a.C, w).count * W), row_mean);
         }
         row_mean /= float(a.C);
 #pragma unroll
-        for (int w = 0; w < WARPS; w++)
-            row_m2 += m2_around(row_mean, part[w], float(slice_of<T, PACKED>(a.C, w).count * W));
+        for (int w = 0; w < WARPS; w++) {
+            const float count = float(slice_of<T, PACKED>(a.C, w).count * W);
+            row_m2 += centred ? m2_around(row_mean, part[w], count) : part[w].m2;
+        }
         const float rstd = rsqrtf(row_m2 / float(a.C) + a.eps);
         float means[NB], rstds[NB];
 #pragma unroll
@@ -309,8 +318,9 @@ struct ComputingWarps {
             const Floats<Q> x = load_floats<Q>(residual + at), scale = load_floats<Q>(weight + c);
             Floats<Q> shift = {};
             if (has_bias) shift = load_floats<Q>(OF_EMBEDDING ? a.embedding_norm_bias + c : weight + a.C + c);
-            *reinterpret_cast<Pack<T, Q>*>((OF_EMBEDDING ? residual : rows) + at) =
-                as_pack<T>(normalize(x, means[n], rstds[n], scale, shift));
+            Floats<Q> y = normalize(x, means[n], rstds[n], scale, shift);
+            if constexpr (PACKED && !OF_EMBEDDING) y = {{y[0], y[2], y[1], y[3]}};  // regrouped()
+            *reinterpret_cast<Pack<T, Q>*>((OF_EMBEDDING ? residual : rows) + at) = as_pack<T>(y);
         });
     }
 
@@ -347,7 +357,7 @@ struct ComputingWarps {
             if (half >= op.halves) break;
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
-                const float2 x = *reinterpret_cast<const float2*>(&shared.partial[parity][w][n][row + half * to_up]);
+                const float2 x = *reinterpret_cast<const float2*>(&partial[parity][w][n][row + half * to_up]);
                 y[2 * half] += x.x;
                 y[2 * half + 1] += x.y;
             }
@@ -385,13 +395,14 @@ struct ComputingWarps {
     }
 };
 
-template <typename T, int NB, int HEADS, bool EXTENDED, bool PACKED>
+template <typename T, int NB, int HEADS, bool EXTENDED, int BITS>
 __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __grid_constant__ Arguments<T> a) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) char memory[];
     __shared__ Shared<NB, EXTENDED, T> shared;
+    __shared__ Partial<NB, BITS> partial;
     __shared__ float2 softmax_statistics[WARPS][HEADS];
-    static_assert(sizeof(shared) + sizeof(softmax_statistics) <= RESERVED_BYTES + NB * SEQUENCE_BYTES);
+    static_assert(sizeof(shared) + sizeof(partial) + sizeof(softmax_statistics) <= reserved_bytes(NB, BITS));
     const int thread = int(threadIdx.x), warp = thread / WARP, lane = thread % WARP;
     Layer* const layers = reinterpret_cast<Layer*>(memory + a.layers_offset);
 #pragma unroll 1
@@ -408,20 +419,21 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
         shared.slots[thread] = a.slots[thread];
     }
     if (thread == 0) shared.epoch = *a.epoch;
+    if (BITS > 0 && thread < int(PACKED_GROUP)) shared.zeros[thread] = from_float<T>(0);
     if (thread < MATRICES) shared.pairs[thread] = pairs_of_block(a.plans[thread]);
     __syncthreads();
     Ring ring{shared.full, shared.empty, memory + a.ring_offset, a.stages, a.stage_bytes};
     if (warp == WARPS) {
-        if (lane == 0) stream_weights<T, PACKED>(a, layers, shared.pairs, ring);
+        if (BITS > 0 || lane == 0) stream_weights<T, BITS>(a, layers, shared.pairs, ring);
         return;
     }
-    ComputingWarps<T, NB, HEADS, EXTENDED, PACKED>(a, shared, softmax_statistics, memory).run(ring);
+    ComputingWarps<T, NB, HEADS, EXTENDED, BITS>(a, shared, partial, softmax_statistics, memory).run(ring);
 #endif
 }
 
 // --- launch
 
-template <typename T, bool PACKED>
+template <typename T, int BITS>
 void launch(const char* op, const Arguments<T>& a, const Plan& z, bool extended, Stream stream) {
     const auto run = [&](auto kernel) {
         const int64_t bytes = z.shared_bytes();
@@ -443,11 +455,11 @@ void launch(const char* op, const Arguments<T>& a, const Plan& z, bool extended,
         constexpr int NB = decltype(batch)::value;
         const bool one_head = a.NH == a.NKV;
         if (extended)
-            run(one_head ? decode_step_kernel<T, NB, 1, true, PACKED>
-                         : decode_step_kernel<T, NB, QUERY_TILE, true, PACKED>);
+            run(one_head ? decode_step_kernel<T, NB, 1, true, BITS>
+                         : decode_step_kernel<T, NB, QUERY_TILE, true, BITS>);
         else
-            run(one_head ? decode_step_kernel<T, NB, 1, false, PACKED>
-                         : decode_step_kernel<T, NB, QUERY_TILE, false, PACKED>);
+            run(one_head ? decode_step_kernel<T, NB, 1, false, BITS>
+                         : decode_step_kernel<T, NB, QUERY_TILE, false, BITS>);
     };
     if (a.N == 1) return run_for(std::integral_constant<int, 1>{});
     if (a.N == 2) return run_for(std::integral_constant<int, 2>{});
@@ -455,8 +467,10 @@ void launch(const char* op, const Arguments<T>& a, const Plan& z, bool extended,
     run_for(std::integral_constant<int, int(LINEAR_SMALL_N)>{});
 }
 
-// Packed weights: decode_step_packed.cu.
-extern template void launch<bf16, true>(const char*, const Arguments<bf16>&, const Plan&, bool, Stream);
-extern template void launch<fp16, true>(const char*, const Arguments<fp16>&, const Plan&, bool, Stream);
+// Packed weights: decode_step_8bit.cu, decode_step_int4.cu.
+extern template void launch<bf16, 8>(const char*, const Arguments<bf16>&, const Plan&, bool, Stream);
+extern template void launch<fp16, 8>(const char*, const Arguments<fp16>&, const Plan&, bool, Stream);
+extern template void launch<bf16, 4>(const char*, const Arguments<bf16>&, const Plan&, bool, Stream);
+extern template void launch<fp16, 4>(const char*, const Arguments<fp16>&, const Plan&, bool, Stream);
 
 }  // namespace fused_decode

@@ -29,18 +29,19 @@ struct LaneMap {
     }
 };
 
-// A warp's part of one matmul. next() waits for the next stages, up to STAGES_AT_ONCE, and loads their first weights to
+// A warp's part of one matmul. next() waits for the next stages, up to AT_ONCE, and loads their first weights to
 // registers; multiply() multiplies them with the warp's part of the activations and releases the stages.
 template <int NB, typename T>
 struct WarpMatmul {
-    static constexpr int W = FULL_WIDTH<T>, STEPS = NB <= 2 ? 3 : 1;
+    static constexpr int W = FULL_WIDTH<T>, STEPS = NB <= 2 ? 3 : 1, AT_ONCE = most_at_once(NB, 0);
+    static constexpr int CHUNK_ROWS = chunk_rows(NB, 0);
 
     LaneMap map;
     int K, stage_rows;
     int rows_left;  // rows that have not been waited for
     int taken, first_stage;
-    const T* from[STAGES_AT_ONCE];  // the lane's row in each stage
-    Pack<T, W> w[STAGES_AT_ONCE][STEPS];
+    const T* from[AT_ONCE];  // the lane's row in each stage
+    Pack<T, W> w[AT_ONCE][STEPS];
 
     __device__ __forceinline__ WarpMatmul(const MatrixPlan& p, Slice slice, int rows)
         : map(p.stage_rows, slice.count), K(p.K), stage_rows(p.stage_rows), rows_left(rows) {}
@@ -50,7 +51,7 @@ struct WarpMatmul {
         for (int s = 0; s < STEPS; s++) {
             const int v = map.vector(first_step + s);
 #pragma unroll
-            for (int g = 0; g < STAGES_AT_ONCE; g++) {
+            for (int g = 0; g < AT_ONCE; g++) {
                 w[g][s] = {};
                 if (g < stages && v >= 0) w[g][s] = load_pack<W>(from[g] + v * W);
             }
@@ -60,7 +61,7 @@ struct WarpMatmul {
         taken = 0;
         first_stage = ring.stage;
 #pragma unroll
-        for (int g = 0; g < STAGES_AT_ONCE; g++) {
+        for (int g = 0; g < AT_ONCE; g++) {
             if (g >= most || rows_left <= 0) continue;
             ring.wait_full();
             from[g] = reinterpret_cast<const T*>(ring.current()) + min(map.row, rows_left - 1) * K + slice.first * W;
@@ -71,6 +72,14 @@ struct WarpMatmul {
         load(0, taken);
     }
     // x: the warp's part of the activations, row n at n·K. to[n]: the warp's sums of these rows for sequence n.
+    __device__ __forceinline__ void multiply(const Ring& ring, const T* x, const T*, int N, float (*to)[CHUNK_ROWS]) {
+        if (taken == 1)
+            multiply<1>(ring, x, N, to);
+        else if (taken == 2)
+            multiply<2>(ring, x, N, to);
+        else
+            multiply<AT_ONCE>(ring, x, N, to);
+    }
     template <int STAGES>
     __device__ __forceinline__ void multiply(const Ring& ring, const T* x, int N, float (*to)[CHUNK_ROWS]) {
         const int lane = int(threadIdx.x) % WARP;

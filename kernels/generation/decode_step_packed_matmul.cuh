@@ -21,10 +21,13 @@
 
 namespace fused_decode {
 
-// Like WarpMatmul.
-template <int NB, typename T>
+// Like WarpMatmul. BITS: of a code.
+template <int NB, typename T, int BITS>
 struct PackedWarpMatmul {
-    static constexpr int PASSES = NB < 4 ? 1 : NB / 2;
+    static constexpr int PASSES = NB < 4 ? 1 : NB / 2, AT_ONCE = most_at_once(NB, BITS);
+    static constexpr int CHUNK_ROWS = chunk_rows(NB, BITS);
+    static constexpr int LOG_ROWS = 3;  // of MAX_STAGE_ROWS, which stage_rows times parts are
+    static_assert(1 << LOG_ROWS == MAX_STAGE_ROWS);
 
     Packing packing;
     int K, pitch, stage_rows, log_parts;
@@ -33,8 +36,8 @@ struct PackedWarpMatmul {
     int codes_at, scales_at;  // bytes from the beginning of a row to the lane's first codes and to the first scale
     int rows_left;            // rows that have not been waited for
     int taken, first_stage;
-    const char* from[STAGES_AT_ONCE];  // the lane's row in each stage
-    uint32_t w[STAGES_AT_ONCE][LANE_WORDS];
+    const char* from[AT_ONCE];  // the lane's row in each stage
+    uint32_t w[AT_ONCE][LANE_WORDS];
 
     __device__ __forceinline__ PackedWarpMatmul(const MatrixPlan& p, Slice slice, int rows)
         : packing(p.packing),
@@ -53,66 +56,74 @@ struct PackedWarpMatmul {
         scales_at = int(packed_code_bytes(packing, K)) + 2 * first;
     }
 
-    // The lane's group in a step. Past the last one it takes another one's place; its weights then count as zeros.
-    __device__ __forceinline__ int group_of(int step) const {
-        return min((step << log_parts) + part, max(groups - 1, 0));
-    }
-    __device__ __forceinline__ bool has_group(int step) const { return (step << log_parts) + part < groups; }
-
     template <Packing P, int STAGES>
-    __device__ __forceinline__ void load(int step) {
-        const int at = codes_at + group_of(step) * group_bytes(P);
+    __device__ __forceinline__ void load(int group) {
 #pragma unroll
-        for (int g = 0; g < STAGES; g++) load_codes<P>(w[g], from[g] + at);
+        for (int g = 0; g < STAGES; g++) load_codes<P>(w[g], from[g] + codes_at + group * group_bytes(P));
     }
+    // The lane's first group; any, where there is none.
+    __device__ __forceinline__ int first_group() const {
+        return min(part, max(groups - 1, 0));
+    }
+
+    // Lane g waits for stage g.
     __device__ __forceinline__ void next(Ring& ring, Slice, int most) {
-        taken = 0;
+        const int lane = int(threadIdx.x) % WARP;
+        taken = min(most, (rows_left + stage_rows - 1) >> (LOG_ROWS - log_parts));
+        if (taken == 0) return;
         first_stage = ring.stage;
+        if (lane < taken) ring.wait_full(lane);
+        __syncwarp();
 #pragma unroll
-        for (int g = 0; g < STAGES_AT_ONCE; g++) {
+        for (int g = 0; g < AT_ONCE; g++) {
             from[g] = from[0];  // where no stage is left: read, but not used
-            if (g >= most || rows_left <= 0) continue;
-            ring.wait_full();
+            if (g >= taken) continue;
             from[g] = ring.current() + min(row, rows_left - 1) * pitch;
             rows_left -= stage_rows;
-            taken++;
             ring.advance();
         }
-        if (taken == 0) return;
-        if (packing == Packing::Int4)
-            load<Packing::Int4, STAGES_AT_ONCE>(0);
+        for_taken([&](auto stages) { load<BITS == 4 ? Packing::Int4 : Packing::Int8, stages()>(first_group()); });
+    }
+    // Calls f(a constant: 2, 4 or 8 stages, as few as hold those taken).
+    template <typename F>
+    __device__ __forceinline__ void for_taken(F f) const {
+        if (taken <= 2)
+            f(std::integral_constant<int, 2>{});
+        else if (AT_ONCE == 4 || taken <= 4)
+            f(std::integral_constant<int, 4>{});
         else
-            load<Packing::Int8, STAGES_AT_ONCE>(0);
+            f(std::integral_constant<int, AT_ONCE>{});
     }
 
     // Adds the products of the lane's groups. sum[i][g]: columns 2t and 2t + 1 of pass i for the lane's row of stage g.
-    template <Packing P, int STAGES, int EVEN>
-    __device__ __forceinline__ void accumulate(float (&sum)[PASSES][EVEN][2], const T* x, int N) {
+    template <Packing P, int STAGES>
+    __device__ __forceinline__ void accumulate(float (&sum)[PASSES][STAGES][2], const T* x, const T* zeros, int N) {
         const T* in[PASSES];
 #pragma unroll
         for (int i = 0; i < PASSES; i++) in[i] = x + min(i * stage_rows + row, N - 1) * K;
+        const int parts = 1 << log_parts, last = max(groups - 1, 0);
+        int group = first_group();
 #pragma unroll 1
-        for (int step = 0; (step << log_parts) < groups; step++) {
-            const int group = group_of(step);
-            const bool inside = has_group(step);
-            uint32_t a[EVEN][4] = {};
-            float scale[EVEN] = {};
+        for (int begin = 0; begin < groups; begin += parts) {
+            uint32_t a[STAGES][4];
+            float scale[STAGES];
 #pragma unroll
             for (int g = 0; g < STAGES; g++) {
-                if (P == Packing::Fp8 && !inside) w[g][0] = w[g][1] = 0;
-                code_pairs<P, T>(a[g], w[g]);
+                code_pairs<P, T, true>(a[g], w[g]);
                 if (P == Packing::Fp8) continue;
                 scale[g] = as_float(*reinterpret_cast<const fp16*>(from[g] + scales_at + 2 * group));
-                if (!inside) scale[g] = 0;
             }
-            load<P, STAGES>(step + 1);
+            const int now = group;
+            const bool exists = begin + part < groups;
+            group = min(group + parts, last);
+            load<P, STAGES>(group);
 #pragma unroll
             for (int i = 0; i < PASSES; i++) {
                 if (i > 0 && i * stage_rows >= N) break;
                 uint32_t b[4];
-                activation_pairs<P>(b, in[i] + group * int(PACKED_GROUP), t);
+                activation_pairs<P>(b, exists ? in[i] + now * int(PACKED_GROUP) : zeros, t);
 #pragma unroll
-                for (int g = 0; g < EVEN; g += 2) {
+                for (int g = 0; g < STAGES; g += 2) {
                     float y[4] = {};
                     if (P == Packing::Fp8)
 #pragma unroll
@@ -140,17 +151,24 @@ struct PackedWarpMatmul {
             }
         }
     }
-    // x: the warp's part of the activations, row n at n·K. to[n]: the warp's sums of these rows for sequence n.
+    // x: the warp's part of the activations, row n at n·K, regrouped(). zeros: those of a group. to[n]: the warp's sums
+    // of these rows for sequence n.
+    __device__ __forceinline__ void multiply(const Ring& ring, const T* x, const T* zeros, int N,
+                                             float (*to)[CHUNK_ROWS]) {
+        for_taken([&](auto stages) { multiply<stages()>(ring, x, zeros, N, to); });
+    }
     template <int STAGES>
-    __device__ __forceinline__ void multiply(const Ring& ring, const T* x, int N, float (*to)[CHUNK_ROWS]) {
+    __device__ __forceinline__ void multiply(const Ring& ring, const T* x, const T* zeros, int N,
+                                             float (*to)[CHUNK_ROWS]) {
+        static_assert(STAGES % 2 == 0);  // two are the rows of an mma
         const int lane = int(threadIdx.x) % WARP;
-        float sum[PASSES][STAGES + STAGES % 2][2] = {};
-        if (packing == Packing::Fp8)
-            accumulate<Packing::Fp8, STAGES>(sum, x, N);
-        else if (packing == Packing::Int8)
-            accumulate<Packing::Int8, STAGES>(sum, x, N);
+        float sum[PASSES][STAGES][2] = {};
+        if constexpr (BITS == 4)
+            accumulate<Packing::Int4, STAGES>(sum, x, zeros, N);
+        else if (packing == Packing::Fp8)
+            accumulate<Packing::Fp8, STAGES>(sum, x, zeros, N);
         else
-            accumulate<Packing::Int4, STAGES>(sum, x, N);
+            accumulate<Packing::Int8, STAGES>(sum, x, zeros, N);
         __syncwarp();
         if (lane < taken) {
             const int stage = first_stage + lane;
@@ -159,25 +177,37 @@ struct PackedWarpMatmul {
 #pragma unroll
         for (int i = 0; i < PASSES; i++) {
             if (i > 0 && i * stage_rows >= N) break;
-#pragma unroll
-            for (int g = 0; g < STAGES; g++) store(sum[i][g], i * stage_rows, g, N, to);
+            store<STAGES>(sum[i], i * stage_rows, N, to);
         }
     }
-    // Stores the lane's row of stage g for the sequences from `first` on.
-    __device__ __forceinline__ void store(const float (&sum)[2], int first, int g, int N, float (*to)[CHUNK_ROWS]) {
+    // Stores the lane's row of each stage for the sequences from `first` on.
+    template <int STAGES>
+    __device__ __forceinline__ void store(const float (&sum)[STAGES][2], int first, int N, float (*to)[CHUNK_ROWS]) {
         const int column = 2 * t, parts = 1 << log_parts, n = first + (column >> log_parts);
-        const int at = g * stage_rows + row;
         if (log_parts == 0) {
-            if (g < taken && n < N) to[n][at] = sum[0];
-            if (g < taken && n + 1 < N) to[n + 1][at] = sum[1];
+#pragma unroll
+            for (int k = 0; k < (NB == 1 ? 1 : 2); k++)
+                if (n + k < N)
+#pragma unroll
+                    for (int g = 0; g < STAGES; g++)
+                        if (g < taken) to[n + k][g * stage_rows + row] = sum[g][k];
             return;
         }
         // One of the two columns is of the lane's part, or none.
-        float y = (column & (parts - 1)) == (part & ~1) ? (part & 1 ? sum[1] : sum[0]) : 0.0f;
-        if (parts > 2) y += __shfl_xor_sync(ALL_LANES, y, 1);
+        float y[STAGES];
+#pragma unroll
+        for (int g = 0; g < STAGES; g++) {
+            y[g] = (column & (parts - 1)) == (part & ~1) ? (part & 1 ? sum[g][1] : sum[g][0]) : 0.0f;
+            if (parts > 2) y[g] += __shfl_xor_sync(ALL_LANES, y[g], 1);
+        }
 #pragma unroll 1
-        for (int offset = 4; offset < 4 * parts; offset *= 2) y += __shfl_xor_sync(ALL_LANES, y, offset);
-        if (part == 0 && (column & (parts - 1)) == 0 && g < taken && n < N) to[n][at] = y;
+        for (int offset = 4; offset < 4 * parts; offset *= 2)
+#pragma unroll
+            for (int g = 0; g < STAGES; g++) y[g] += __shfl_xor_sync(ALL_LANES, y[g], offset);
+        if (part == 0 && (column & (parts - 1)) == 0 && n < N)
+#pragma unroll
+            for (int g = 0; g < STAGES; g++)
+                if (g < taken) to[n][g * stage_rows + row] = y[g];
     }
 };
 

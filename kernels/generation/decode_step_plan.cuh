@@ -16,8 +16,11 @@
 //   bytes of a row, C and FFN  1,152 and 4,608                               2,064 and 8,208
 //   from row to row in a stage 1,168 and 4,672                               2,080 and 8,320
 //   output pairs of a stage    4, 4, 2, 1, 4                                 4, 4, 2, 1, 4
-//   ring                       21 stages of 9.1 KiB                          11 stages of 16.3 KiB
+//   ring                       20 stages of 9.1 KiB                          11 stages of 16.3 KiB
+//   stages of a multiplication 8                                             4
 #pragma once
+
+#include <bit>
 
 #include "kernels/generation/decode_step.cuh"
 
@@ -32,6 +35,7 @@ struct Plan {
     bool possible = false;
     int64_t blocks = 0;
     MatrixPlan matrices[MATRICES] = {};
+    int stages_at_once = 0;  // whose rows a warp multiplies side by side
     int64_t stages = 0, stage_bytes = 0, rows_bytes = 0, residual_bytes = 0, attention_bytes = 0, layers_bytes = 0;
     int64_t shared_bytes() const {
         return stages * stage_bytes + rows_bytes + residual_bytes + attention_bytes + layers_bytes;
@@ -55,8 +59,8 @@ inline int64_t layer_bytes(const DecodeModel& m) {
 }
 
 // NB of the kernel for N sequences.
-inline int64_t kernel_batch(int64_t N) {
-    int64_t NB = 1;
+inline int kernel_batch(int64_t N) {
+    int NB = 1;
     while (NB < N) NB *= 2;
     return NB;
 }
@@ -105,7 +109,7 @@ inline Plan plan_of(const DecodeModel& m, int64_t N) {
         p.log_per_stage = 0;
         while (fits(int64_t(2) << p.log_per_stage) && int64_t(1) << p.log_per_stage < most) p.log_per_stage++;
         p.stage_rows = rows_of_pair(i) << p.log_per_stage;
-        p.chunk = CHUNK_ROWS / p.stage_rows;
+        p.chunk = chunk_rows(kernel_batch(N), code_bits(m.packing)) / p.stage_rows;
         p.row_bytes = int(m.packing ? packed_row_bytes(*m.packing, p.K) : p.K * item);
         p.pitch = int(pitch_of(p.K, p.stage_rows));
         if (!m.packing) continue;
@@ -116,9 +120,13 @@ inline Plan plan_of(const DecodeModel& m, int64_t N) {
     z.residual_bytes = aligned(N * m.C * item);
     z.attention_bytes = aligned(attention_bytes(heads_of_task(m), m.HS, item));
     z.layers_bytes = aligned(layer_bytes(m));
-    const int64_t room = max_shared_bytes() - RESERVED_BYTES - kernel_batch(N) * SEQUENCE_BYTES - z.shared_bytes();
+    const int64_t room = max_shared_bytes() - reserved_bytes(kernel_batch(N), code_bits(m.packing)) - z.shared_bytes();
     z.stages = std::min<int64_t>(room / z.stage_bytes, MAX_STAGES);
     z.possible = z.blocks > 0 && z.stages >= MIN_STAGES;
+    // Half of the ring, so that the other half is loaded meanwhile; at least two.
+    const int half = int(std::max<int64_t>(2, z.stages / 2));
+    z.stages_at_once = std::min(half, most_at_once(kernel_batch(N), code_bits(m.packing)));
+    if (m.packing) z.stages_at_once = std::bit_floor(unsigned(z.stages_at_once));
     return z;
 }
 

@@ -23,6 +23,11 @@ struct Ring {
         }
     }
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(full + stage, parity); }
+    // For the stage that many ahead.
+    __device__ __forceinline__ void wait_full(int ahead) const {
+        const bool wrapped = stage + ahead >= stages;
+        mbarrier_wait(full + stage + ahead - (wrapped ? stages : 0), parity ^ int(wrapped));
+    }
     // Called by one thread: waits until the stage is free, to be filled with `bytes`.
     __device__ __forceinline__ char* acquire(int bytes) const {
         mbarrier_wait(empty + stage, parity ^ 1);
@@ -36,15 +41,19 @@ __device__ __forceinline__ PairRange pairs_of_block(const MatrixPlan& p) {
     return {int(pairs * blockIdx.x / gridDim.x), int(pairs * (blockIdx.x + 1) / gridDim.x)};
 }
 
-// Called by one thread. A norm is one stage: its weights, then its biases. A stage of a matrix has the rows of up to
-// 1 << log_per_stage pairs in order, with SwiGLU first those of gate and then those of up.
-template <typename T, bool PACKED>
+// Called by one thread, or for packed weights by a warp. A norm is one stage: its weights, then its biases. A stage of
+// a matrix has the rows of up to 1 << log_per_stage pairs in order, with SwiGLU first those of gate and then those of
+// up.
+template <typename T, int BITS>
 __device__ void stream_weights(const Arguments<T>& a, const Layer* layers, const PairRange* pairs, Ring ring) {
+    const int lane = int(threadIdx.x) % WARP;
     const auto stream_norm = [&](const float* weight, const float* bias) {
         const int bytes = a.C * int(sizeof(float));
-        char* const to = ring.acquire(bias ? 2 * bytes : bytes);
-        bulk_load(to, weight, bytes, ring.full + ring.stage);
-        if (bias) bulk_load(to + bytes, bias, bytes, ring.full + ring.stage);
+        if (lane == 0) {
+            char* const to = ring.acquire(bias ? 2 * bytes : bytes);
+            bulk_load(to, weight, bytes, ring.full + ring.stage);
+            if (bias) bulk_load(to + bytes, bias, bytes, ring.full + ring.stage);
+        }
         ring.advance();
     };
     const auto stream_dense = [&](const MatrixPlan& p, const PairRange& range, const T* weight, bool swiglu) {
@@ -60,27 +69,28 @@ __device__ void stream_weights(const Arguments<T>& a, const Layer* layers, const
             ring.advance();
         }
     };
-    // Of packed weights; a stage holds their rows at a pitch of their own.
-    const auto stream_rows = [&](char* to, const char* from, int rows, const MatrixPlan& p) {
-        if (p.pitch == p.row_bytes) return bulk_load(to, from, rows * p.row_bytes, ring.full + ring.stage);
+    // A stage holds the rows at a pitch of their own, so each is a copy, by a lane of its own.
+    const auto stream_packed = [&](const MatrixPlan& p, const PairRange& range, const char* weight, bool swiglu) {
+        const int end = range.end, per_stage = 1 << p.log_per_stage, row_bytes = p.row_bytes, pitch = p.pitch;
+        const int64_t to_up = int64_t(p.pairs) * 2 * row_bytes;
 #pragma unroll 1
-        for (int r = 0; r < rows; r++)
-            bulk_load(to + r * p.pitch, from + r * p.row_bytes, p.row_bytes, ring.full + ring.stage);
-    };
-    const auto stream_matrix = [&](int which, const void* matrix, bool swiglu) {
-        const MatrixPlan& p = a.plans[which];
-        if constexpr (!PACKED) return stream_dense(p, pairs[which], static_cast<const T*>(matrix), swiglu);
-        const char* const weight = static_cast<const char*>(matrix);
-        const int end = pairs[which].end, per_stage = 1 << p.log_per_stage;
-        const int64_t pair_bytes = 2 * p.row_bytes;
-#pragma unroll 1
-        for (int pair = pairs[which].first; pair < end; pair += per_stage) {
-            const int rows = min(per_stage, end - pair) * 2;
-            char* const to = ring.acquire((swiglu ? 2 : 1) * rows * p.row_bytes);
-            stream_rows(to, weight + pair * pair_bytes, rows, p);
-            if (swiglu) stream_rows(to + rows * p.pitch, weight + (p.pairs + pair) * pair_bytes, rows, p);
+        for (int pair = range.first; pair < end; pair += per_stage) {
+            const int rows = min(per_stage, end - pair) * 2, all_rows = swiglu ? 2 * rows : rows;
+            if (lane == 0) ring.acquire(all_rows * row_bytes);
+            __syncwarp();
+            const bool up = lane >= rows;
+            const int64_t row = pair * 2 + lane - (up ? rows : 0);
+            if (lane < all_rows)
+                bulk_load(ring.current() + lane * pitch, weight + row * row_bytes + (up ? to_up : 0), row_bytes,
+                          ring.full + ring.stage);
             ring.advance();
         }
+    };
+    const auto stream_matrix = [&](int which, const void* weight, bool swiglu) {
+        if constexpr (BITS > 0)
+            stream_packed(a.plans[which], pairs[which], static_cast<const char*>(weight), swiglu);
+        else
+            stream_dense(a.plans[which], pairs[which], static_cast<const T*>(weight), swiglu);
     };
 #pragma unroll 1
     for (int i = 0; i <= LAYER_MATRICES * a.num_layers; i++) {
