@@ -192,6 +192,7 @@ SOURCES := $(filter-out runtime/communication/comm_%,$(SOURCES)) $(wildcard runt
 # The server, where libmicrohttpd is.
 HTTP ?= $(shell echo '__has_include(<microhttpd.h>)' | $(CXX) $(UNPACKED_INCLUDE) -std=c++20 -E -P -x c++ - 2>/dev/null)
 SERVE := $(if $(filter 1 yes,$(HTTP)),$(filter-out serve/without_http.cpp,$(wildcard serve/*.cpp)),serve/without_http.cpp)
+HAS_SERVER := $(filter serve/http.cpp,$(SERVE))
 SOURCES += $(SERVE) $(wildcard rl/*.cpp)
 
 LIB := $(BUILD)/libtrain_gpt.a
@@ -329,7 +330,7 @@ $(LIB): $(OBJECTS) $(BUILD)/sources
 NO_PIE = $(if $(SANITIZE),$(if $(filter %.so,$@),,-no-pie))
 LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(NO_PIE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(ONEDNN_LIBS) $(if $(TRANSPORT_LIBS),-Wl$(COMMA)--as-needed $(TRANSPORT_LIBS)) $(LDLIBS)
 
-$(DRIVER): private LIBS += $(if $(filter serve/http.cpp,$(SERVE)),-lmicrohttpd)
+$(DRIVER) $(BUILD)/dev/test_service: private LIBS += $(if $(HAS_SERVER),-lmicrohttpd)
 $(DRIVER): $(MAIN:%=$(BUILD)/%.o) $(BUILD)/build_lines.cpp.o $(LIB)
 	$(LINK)
 
@@ -449,7 +450,7 @@ hellaswag arc-easy lambada gsm8k: $(PYTHON)
 
 # Python tests find the driver as TRAIN_GPT, those that compare the backends the CPU's as TRAIN_GPT_CPU, and the kernels
 # as TRAIN_GPT_KERNELS_LIB. make_data.py finds what it encodes with as TRAIN_GPT_DATA_LIB.
-TEST_BINARIES := $(if $(filter gpt,$(or $(OP),gpt)),$(BUILD)/test_gpt) $(call programs,tests/test_,test_)
+TEST_BINARIES := $(if $(filter gpt,$(or $(OP),gpt)),$(BUILD)/test_gpt) $(filter-out $(if $(HAS_SERVER),,%/test_service),$(call programs,tests/test_,test_))
 TEST_SCRIPTS := $(wildcard $(foreach dir,data dev/tests dev/peers scripts,$(dir)/test_$(or $(OP),*).py))
 ifneq ($(filter test,$(GOALS)),)
   $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/tests/test_$(OP).cpp and no test_$(OP).py in data$(COMMA) dev/tests$(COMMA) dev/peers or scripts))

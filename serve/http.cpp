@@ -145,6 +145,7 @@ class Exchange : public Reply, public std::enable_shared_from_this<Exchange> {
     Request request;
     int64_t body_bytes = 0;  // that came
     bool handed_on = false;
+    std::shared_ptr<void> expected;  // of Options::on_headers
 
   private:
     enum class State { Open, Whole, Growing, Ended, Broken };
@@ -302,6 +303,7 @@ struct Server::Impl {
             exchange->request.method = method;
             exchange->request.path = url;
             MHD_get_connection_values(connection, MHD_HEADER_KIND, add_header, &exchange->request.headers);
+            if (options.on_headers) exchange->expected = options.on_headers(exchange->request);
             const std::string length = exchange->request.header("content-length");
             if (length.size() > 15 || (!length.empty() && std::atoll(length.c_str()) > options.max_body))
                 return refuse(*exchange);
@@ -334,6 +336,7 @@ struct Server::Impl {
     // A body that is too large, whether it was read or not.
     MHD_Result refuse(Exchange& e) {
         e.handed_on = true;
+        e.expected.reset();
         e.set_header("Connection", "close");
         e.send(TOO_LARGE, "application/json", too_large);
         return e.respond();
@@ -370,6 +373,7 @@ struct Server::Impl {
                 queue.pop_front();
             }
             handle(next->request, next);
+            next->expected.reset();
         }
     }
 

@@ -9,6 +9,7 @@
 #include "runtime/files/files.h"
 #include "runtime/limits.h"
 #include "runtime/signals.h"
+#include "runtime/text.h"
 #include "serve/routes.h"
 
 namespace {
@@ -179,6 +180,9 @@ void run_serve(const Args& args) {
     http::Options http_options;
     http_options.host = o.host;
     http_options.port = o.port;
+    http_options.on_headers = [&](const http::Request& q) {
+        return ends_with(q.path, "/completions") ? service.expect() : nullptr;
+    };
     http::Server server(
         http_options, [&](const http::Request& q, const std::shared_ptr<http::Reply>& r) { routes.answer(q, r); },
         too_large_body());

@@ -42,10 +42,27 @@ void Service::wake() {
     arrived.notify_one();
 }
 
+std::shared_ptr<void> Service::expect() {
+    const std::lock_guard lock(mutex);
+    return {nullptr, [this, at = expected.insert(Clock::now())](void*) {
+                {
+                    const std::lock_guard guard(mutex);
+                    expected.erase(at);
+                }
+                arrived.notify_one();
+            }};
+}
+
+// To read a prompt of 2,000 token ids takes 0.2 ms; to miss a step, as long as that takes. A client that sends its
+// headers and no more delays one step. Where several come, there is enough to do before the last one is there.
 void Service::take_new() {
     std::vector<std::shared_ptr<Answer>> taken;
     {
-        const std::lock_guard lock(mutex);
+        std::unique_lock lock(mutex);
+        const auto none_is_coming = [&] {
+            return expected.size() != 1 || *expected.begin() + patience <= Clock::now();
+        };
+        arrived.wait_until(lock, Clock::now() + patience, none_is_coming);
         taken.swap(fresh);
     }
     for (const std::shared_ptr<Answer>& a : taken) {

@@ -25,6 +25,11 @@ class Service {
     // Counts the request of that path. Throws ApiError 503 where too many sequences wait, or while the server stops.
     void submit(const std::shared_ptr<Answer>& answer, const std::string& path);
     void wake();
+    // A request is coming: its headers are there. A step that would begin waits until what this returns is gone, at
+    // most for `patience`, unless more are coming. Keep it until the request is submitted, and no longer than the
+    // service.
+    std::shared_ptr<void> expect();
+    std::chrono::microseconds patience{500};
     const ServedModel& model;
     Metrics metrics;
 
@@ -51,6 +56,7 @@ class Service {
     std::mutex mutex;
     std::condition_variable arrived;
     std::vector<std::shared_ptr<Answer>> fresh;  // submitted, not taken yet
+    std::multiset<Clock::time_point> expected;   // when the headers of each came
     int64_t live = 0;                            // sequences that were submitted and have not ended
     bool stopping = false, woken = false;
     struct StepRead {
