@@ -205,12 +205,13 @@ def report_unittest(path, index, count, fail_fast):
 
 
 def main():
+    cores = os.cpu_count() or 1
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="test binaries, test_*.py files and NAME=VALUE")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each file (default %(default)s)")
     parser.add_argument("--limit", type=float, default=math.inf,
                         help="seconds for all files: those that run then are ended, those that have not begun are left out")
-    parser.add_argument("--jobs", type=int, default=max(2, min(8, (os.cpu_count() or 1) // 2 + 2)),
+    parser.add_argument("--jobs", type=int, default=max(2, min(8, cores // 2 + 2)),
                         help="files at a time (default: half of the cores and two, 2 to 8)")
     parser.add_argument("--fail-fast", action="store_true", help="end with the first failure; later tests do not run")
     parser.add_argument("--unittest", action="store_true", help=argparse.SUPPRESS)
@@ -254,13 +255,13 @@ def main():
 
     alone = [job for job in jobs if job.runs_alone()]
     others = [job for job in jobs if job not in alone]
-    if (os.cpu_count() or 1) > 4:  # each slice sets up again: on few cores that would cost more than it saves
+    if cores > 4:  # each slice sets up again: on few cores that would cost more than it saves
         others = [piece for job in others for piece in job.slices()]
     # Python files first: they start many processes and take the longest, and no job should be left alone with one.
     # With --fail-fast they are last, because a GoogleTest binary finds the same mistake sooner.
     others.sort(key=lambda job: job.path.endswith(".py") == args.fail_fast)
     # With a thread on each core for each of many files, references of GPU kernels wait for each other's threads.
-    threads = str(max(2, (os.cpu_count() or 1) // args.jobs))
+    threads = str(max(2, cores // args.jobs))
     for job in others:
         job.variables.setdefault("OMP_NUM_THREADS", threads)
     for job in alone:

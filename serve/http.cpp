@@ -303,10 +303,10 @@ struct Server::Impl {
             exchange->request.method = method;
             exchange->request.path = url;
             MHD_get_connection_values(connection, MHD_HEADER_KIND, add_header, &exchange->request.headers);
-            if (options.on_headers) exchange->expected = options.on_headers(exchange->request);
             const std::string length = exchange->request.header("content-length");
             if (length.size() > 15 || (!length.empty() && std::atoll(length.c_str()) > options.max_body))
                 return refuse(*exchange);
+            if (options.on_headers) exchange->expected = options.on_headers(exchange->request);
             return MHD_YES;
         }
         Exchange& e = **held;
@@ -336,7 +336,6 @@ struct Server::Impl {
     // A body that is too large, whether it was read or not.
     MHD_Result refuse(Exchange& e) {
         e.handed_on = true;
-        e.expected.reset();
         e.set_header("Connection", "close");
         e.send(TOO_LARGE, "application/json", too_large);
         return e.respond();

@@ -51,8 +51,8 @@ struct Options {
     int64_t max_body = 16 << 20;  // bytes; beyond it the answer is 413
     unsigned idle_seconds = 30;   // a connection on which nothing moves for so long is closed
     int handlers = 4;             // threads
-    // Called when the headers of a request are there. What it returns is kept until the handler has returned, or the
-    // request has ended without it.
+    // Called when the headers of a request are there, if its body is not too large. What it returns is kept until the
+    // handler has returned, or the request has ended without it.
     std::function<std::shared_ptr<void>(const Request&)> on_headers = nullptr;
 };
 

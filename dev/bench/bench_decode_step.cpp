@@ -4,62 +4,14 @@
 // the fused step does not support say so.
 #include "kernels/generation/decode_step.h"
 
-#include <cmath>
 #include <numeric>
 
 #include "dev/bench/bench_util.h"
+#include "dev/bench/decode_models.h"
 #include "kernels/packed_weight.h"
 #include "runtime/rng.h"
 
 namespace {
-
-constexpr int64_t SLOTS = LINEAR_SMALL_N, CAPACITY = 1024;  // of the KV cache
-
-enum ModelShape { GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN2_5_1_5B };
-using MaybePacking = std::optional<Packing>;
-
-DecodeModel decode_model(ModelShape shape, DType T, MaybePacking packing) {
-    DecodeModel m;
-    m.packing = packing;
-    m.HS = shape == QWEN2_5_1_5B || shape == LLAMA_8B ? 128 : 64;
-    m.scale = 1 / std::sqrt(float(m.HS));
-    m.slots = SLOTS;
-    m.capacity = CAPACITY;
-    m.dtype = T;
-    if (shape == GPT2_124M) {
-        m.layers = 12;
-        m.C = 768;
-        m.NH = m.NKV = 12;
-        m.FFN = 3072;
-        m.Vp = 50304;
-    } else {
-        if (shape == LLAMA_1B) {
-            m.layers = 16;
-            m.C = 2048;
-            m.NH = 32;
-            m.NKV = 8;
-            m.FFN = 8192;
-            m.Vp = 128256;
-        } else if (shape == LLAMA_8B) {
-            m.layers = 32;
-            m.C = 4096;
-            m.NH = 32;
-            m.NKV = 8;
-            m.FFN = 14336;
-            m.Vp = 128256;
-        } else {
-            m.layers = 28;
-            m.C = 1536;
-            m.NH = 12;
-            m.NKV = 2;
-            m.FFN = 8960;
-            m.Vp = 151936;
-        }
-        m.activation = Activation::SwiGLU;
-        m.centred = false;
-    }
-    return m;
-}
 
 // Random weights and a full KV cache. Packed weights repeat 64 random rows.
 class Model {
@@ -173,7 +125,7 @@ void time_step(benchmark::State& state, DType T, ModelShape shape, MaybePacking 
     const BenchArray logits(T, {N, m.Vp}),
         ids = BenchArray::ints({N}, int32_t(m.Vp)), slots = BenchArray::ints(slot_of),
         positions = BenchArray::ints(std::vector<int32_t>(size_t(N), int32_t(length - 1))),
-        table({CAPACITY, m.HS / 2, 2}), scratch = BenchArray::bytes(decode_step_scratch(m));
+        table({m.capacity, m.HS / 2, 2}), scratch = BenchArray::bytes(decode_step_scratch(m));
     decode_step_prepare(scratch, m, model.weights, model.cache, Stream{});
     DecodeBatch batch;
     batch.slots = slots;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <numeric>
 
+#include "dev/bench/decode_models.h"
 #include "dev/oracle/reference.h"
 #include "dev/tests/packed_fixture.h"
 #include "dev/tests/test_util.h"
@@ -509,20 +510,7 @@ TEST_P(DecodeStep, BitsDoNotDependOnTheBatch) {
 
 // The stages of LLaMA 8B, pairs of rows of 14,336 columns, leave little room in shared memory.
 TEST(DecodeStepPlan, Llama8BFits) {
-    DecodeModel m;
-    m.dtype = DType::BF16;
-    m.layers = 32;
-    m.C = 4096;
-    m.NH = 32;
-    m.NKV = 8;
-    m.HS = 128;
-    m.FFN = 14336;
-    m.Vp = 128256;
-    m.slots = 8;
-    m.capacity = 2048;
-    m.activation = Activation::SwiGLU;
-    m.centred = false;
-    m.scale = 0.125f;
+    DecodeModel m = decode_model(LLAMA_8B, DType::BF16);
     DecodeModel small = m;
     small.FFN = 4096;
     if (decode_step_max_batch(small) == 0) GTEST_SKIP() << "there is no fused decode step here";

@@ -5,6 +5,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
 #include <thread>
 
 #include "dev/tests/generation_fixture.h"

@@ -3,6 +3,8 @@
 // a matmul. For decode_step.cu.
 #pragma once
 
+#include <optional>
+
 #include "kernels/cuda/mbarrier.cuh"
 #include "kernels/cuda/row_statistics.cuh"
 #include "kernels/generation/decode_step.h"

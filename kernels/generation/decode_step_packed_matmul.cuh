@@ -16,6 +16,8 @@
 // added in which order follows from the matrix alone.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/packed_codes.cuh"
 #include "kernels/generation/decode_step_weights.cuh"
 

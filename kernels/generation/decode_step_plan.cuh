@@ -20,6 +20,7 @@
 //   stages of a multiplication 8                                             4
 #pragma once
 
+#include <algorithm>
 #include <bit>
 
 #include "kernels/generation/decode_step.cuh"
