@@ -21,22 +21,11 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// A barrier of all threads of the cluster, after which their earlier writes to shared memory are visible to all of
-// them.
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
 // The shared memory address in block `rank` that corresponds to p in this block.
 __device__ __forceinline__ uint32_t map_shared_rank(const void* p, int rank) {
     uint32_t address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
     return address;
-}
-__device__ __forceinline__ float load_shared_rank(uint32_t address) {
-    float x;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-    return x;
 }
 // Arrives at the mbarrier at `address` of a block of the cluster. Orders no memory accesses of this thread for the
 // other block: that would be a fence of the whole GPU.

@@ -6,11 +6,13 @@
 // two warpgroups. One more warp loads: a ring of stages, each of 128 bytes of codes of these rows and the columns of
 // inp that belong to them. It starts with weights before the previous kernel has ended (pdl.cuh). A lane loads two
 // neighbouring codes at a time, those of a register of wgmma's fragment of A, and converts them (packed_codes.cuh).
-// With fp8 it converts a group of 32 columns while wgmma multiplies the group before. With Int8 and Int4 a group has
-// sums of its own, which are added with its scale; other warpgroups of the SM multiply meanwhile.
+// With fp8 it converts a group of 32 columns while wgmma multiplies the group before, that of the stage before too.
+// With Int8 and Int4 a group has sums of its own, which are added with its scale; other warpgroups of the SM multiply
+// meanwhile.
 //
 // Two blocks share an SM, and so does the beginning of the next kernel. Where there are fewer tiles of rows than such
-// blocks, a cluster of up to eight divides the columns (linear_packed_tile.cuh).
+// blocks, a cluster of up to eight divides the columns (linear_packed_tile.cuh). Where a block has at most two stages
+// of fp8, the sums have a place of their own, and no block waits until all have read their stages.
 //
 // A row's sums have one order, which follows from C and OC alone.
 //
@@ -19,9 +21,9 @@
 //   stage, KiB                   32       34       50       codes 16, inp 16 or 32, scales 2
 //   stages                       3        3        2
 //   shared memory of an SM, KiB  194      206      202      two blocks, each with 1 KiB for alignment
-//   registers                    76       93       92       (bf16; no spills)
+//   registers                    74       95       92       (bf16; no spills)
 //
-// (64 rows of inp; 288 threads; sm_90a, CUDA 13.0. Up to 32 rows: stages of 24, 26 and 34 KiB, 72 registers.)
+// (64 rows of inp; 288 threads; sm_90a, CUDA 13.0. Up to 32 rows: stages of 24, 26 and 34 KiB, at most 67 registers.)
 //
 // H100, floors of an SM for a stage of fp8 (16 KiB of codes, 64 rows of inp), of 1,270 cycles at 1.755 GHz:
 //
@@ -30,14 +32,13 @@
 //   tensor cores     2 warpgroups · 8 wgmma (64 · 64 · 16) · 32                   512 cycles
 //   shared memory    256 loads of codes; 2 · 16 KiB of inp for wgmma and 32 KiB
 //                    written, at 128 B a cycle                                    768 cycles
-//   conversion       16,384 · 2.5 instructions / 128, and half as many others     480 cycles
+//   conversion       16,384 · 2 instructions / 128, and half as many others       390 cycles
 //
 // In flight: 4.2 TB/s · 700 ns / 132 = 22 KB of codes an SM are needed. Two blocks have two stages each on their way
 // while they multiply the third: 64 KiB; one block 32 KiB.
 //
 // LLaMA 1B, 64 sequences, fp8: q, k and v 24 tiles, clusters of 8, 192 blocks; proj and down 16 tiles, clusters of 8;
-// gate and up 128 tiles, clusters of 2, 256 blocks of the 264 that run at once; the head 1,002 blocks. Predicted, from
-// the larger of DRAM and L2 and 2.5 µs for start, latency and sums: 5, 4, 15, 8.5 and 100 µs, so 620 µs of a step.
+// gate and up 128 tiles, clusters of 2, 256 blocks of the 264 that run at once; the head 1,002 blocks.
 #include "kernels/cuda/pdl.cuh"
 #include "kernels/cuda/tma.cuh"
 #include "kernels/cuda/wgmma.cuh"
@@ -63,7 +64,6 @@ struct Tile {
     static constexpr int SCALE_BYTES = ROW_SCALES ? 0 : ROWS * SCALE_COLUMNS * 2;
     static constexpr int STAGE_BYTES = SCALES + SCALE_BYTES;
     static constexpr int STAGES = (MAX_BYTES - SWIZZLE_ALIGNMENT - 128) / STAGE_BYTES;
-    static constexpr int SUM_BYTES = BATCH * PITCH * int(sizeof(float));  // in the place of the stages
     static_assert(STAGE_BYTES % SWIZZLE_ALIGNMENT == 0);
 };
 
@@ -96,16 +96,17 @@ __device__ __forceinline__ void load_inp(unsigned char* stage, const Maps& maps,
 }
 
 // The lane's codes of a group as fragments of A, [k16][register]. lane: the address of its first two in vector 0 of the
-// upper one of its rows; a row's vectors of 16 bytes are swizzled. Int4 has both fragments in the same bytes.
+// first of its rows; a row's vectors of 16 bytes are swizzled. second: how much further its second row is. Int4 has
+// both fragments in the same bytes.
 template <Packing P, typename T>
-__device__ __forceinline__ void load_fragments(uint32_t (&a)[2][4], uint32_t lane, int group) {
+__device__ __forceinline__ void load_fragments(uint32_t (&a)[2][4], uint32_t lane, uint32_t second, int group) {
     constexpr int VECTORS = group_bytes(P) / 16;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const uint32_t from =
-                (lane ^ uint32_t((group * VECTORS + v) * 16)) + uint32_t(i % 2 * 8 * PANEL_ROW_BYTES + i / 2 * 8);
+                (lane ^ uint32_t((group * VECTORS + v) * 16)) + (i % 2 ? second : 0) + uint32_t(i / 2 * 8);
             uint16_t two;
             asm volatile("ld.shared.u16 %0, [%1];" : "=h"(two) : "r"(from) : "memory");
             a[v][i] = neighbour_codes<P, T>(two, 0);
@@ -113,19 +114,24 @@ __device__ __forceinline__ void load_fragments(uint32_t (&a)[2][4], uint32_t lan
         }
 }
 
-// sum += the products of the warp's 16 rows of weight in a stage, which is the k-th of the row.
-template <Packing P, typename Tile, typename T>
-__device__ __forceinline__ void multiply_stage(float (&sum)[Tile::NT][4], const unsigned char* stage, int k) {
+// Where a lane's codes are in shared memory: of its first row in vector 0 of a stage, and how far its second row is.
+struct LaneCodes {
+    uint32_t first, between;
+};
+
+// sum += the products of the warp's 16 rows of weight in a stage, which is the k-th of the row. With fp8 the fragments
+// of its first group are in a already, and load_next() loads those of the next stage while wgmma multiplies the last.
+template <Packing P, typename Tile, typename T, int FRAGMENTS, typename F>
+__device__ __forceinline__ void multiply_stage(float (&sum)[Tile::NT][4], uint32_t (&a)[FRAGMENTS][2][4],
+                                               const unsigned char* stage, const LaneCodes& lane, int k, F load_next) {
     constexpr bool ROW_SCALES = Tile::ROW_SCALES;
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, row = threadIdx.x / WARP * 16 + g;
-    const uint32_t codes = shared_address(stage) + uint32_t(row * PANEL_ROW_BYTES + g * 16 + 2 * t),
-                   b = k_major_descriptor(shared_address(stage) + Tile::INP);
+    const uint32_t codes = shared_address(stage) + lane.first,
+                   b = uint32_t(uniform(int(k_major_descriptor(shared_address(stage) + Tile::INP))));
+    const uint32_t row = lane.first / PANEL_ROW_BYTES, between = lane.between / PANEL_ROW_BYTES;
     const auto* const scales =
         reinterpret_cast<const fp16*>(stage + Tile::SCALES) + row * SCALE_COLUMNS + k * Tile::GROUPS % SCALE_COLUMNS;
-    constexpr int FRAGMENTS = ROW_SCALES ? 2 : 1;
-    uint32_t a[FRAGMENTS][2][4] = {};  // of two groups in turn
-    float y[Tile::NT][4];              // the sums of a group with a scale of its own; wgmma sets them
-    load_fragments<P, T>(a[0], codes, 0);
+    float y[Tile::NT][4];  // the sums of a group with a scale of its own; wgmma sets them
+    if (FRAGMENTS == 1) load_fragments<P, T>(a[0], codes, lane.between, 0);
     pin_registers(sum);
 #pragma unroll
     for (int group = 0; group < Tile::GROUPS; group++) {
@@ -145,43 +151,89 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[Tile::NT][4], const 
         pin_registers(a[next]);  // which have been read
         if constexpr (!ROW_SCALES) {
             pin_registers(y);
-            const float scale[2] = {as_float(scales[group]), as_float(scales[8 * SCALE_COLUMNS + group])};
+            const float scale[2] = {as_float(scales[group]), as_float(scales[between * SCALE_COLUMNS + group])};
 #pragma unroll
             for (int j = 0; j < Tile::NT; j++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) sum[j][i] = fmaf(scale[i / 2], y[j][i], sum[j][i]);
         }
-        if (group + 1 < Tile::GROUPS) load_fragments<P, T>(a[next], codes, group + 1);
+        if (group + 1 < Tile::GROUPS)
+            load_fragments<P, T>(a[next], codes, lane.between, group + 1);
+        else
+            load_next();
     }
     wgmma_wait<0>();
-    pin_registers(a[(Tile::GROUPS - 1) % FRAGMENTS]);
+    pin_registers(a[FRAGMENTS - 1]);
     pin_registers(sum);
 }
 
+// sum: the products of the warp's rows in `count` stages, which are those of a row from `begin` on.
+template <Packing P, typename Tile, typename T>
+__device__ __forceinline__ void multiply(float (&sum)[Tile::NT][4], const unsigned char* stages,
+                                         MbarrierRing<Tile::STAGES>& ring, int begin, int count, const int (&rows)[2]) {
+    constexpr int FRAGMENTS = Tile::ROW_SCALES ? 2 : 1;
+    static_assert(Tile::GROUPS % FRAGMENTS == 0);
+    const LaneCodes lane = {uint32_t(rows[0] * PANEL_ROW_BYTES + rows[0] % 8 * 16 + int(threadIdx.x) % 4 * 2),
+                            uint32_t((rows[1] - rows[0]) * PANEL_ROW_BYTES)};
+    uint32_t a[FRAGMENTS][2][4] = {};  // of two groups in turn
+    RingPosition<Tile::STAGES> at;
+    const auto load_first = [&](bool exists) {
+        if (FRAGMENTS == 1 || !exists) return;
+        ring.wait_full(at);
+        load_fragments<P, T>(a[0], shared_address(stages + at.stage * Tile::STAGE_BYTES) + lane.first, lane.between, 0);
+    };
+    load_first(count > 0);
+#pragma unroll 1
+    for (int i = 0; i < count; i++) {
+        const RingPosition<Tile::STAGES> now = at;
+        if (FRAGMENTS == 1) ring.wait_full(now);
+        at.advance();
+        multiply_stage<P, Tile, T>(sum, a, stages + now.stage * Tile::STAGE_BYTES, lane, begin + i,
+                                   [&] { load_first(i + 1 < count); });
+        ring.release(now);
+    }
+}
+
+// Waits for the threads of all blocks of the cluster.
+template <typename T>
+__device__ __forceinline__ void meet(const PackedParams<T>& p) {
+    if (p.log_blocks > 0) {
+        cluster_arrive();
+        cluster_wait();
+    } else
+        __syncthreads();
+}
+
+// sums_at: where the sums of a cluster's blocks begin, in bytes after the stages; 0: in the place of stages, as one
+// block's.
 template <Packing P, typename Tile, typename T>
 __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT)
-    packed_wgmma_kernel(const PackedParams<T> p, const __grid_constant__ Maps maps) {
+    packed_wgmma_kernel(const PackedParams<T> p, const __grid_constant__ Maps maps, int sums_at) {
     extern __shared__ unsigned char dynamic[];
     __shared__ MbarrierRing<Tile::STAGES> ring;
+    __shared__ Mbarrier arrived;
     pdl_launch_dependents();
     unsigned char* const stages =
         dynamic + (SWIZZLE_ALIGNMENT - shared_address(dynamic) % SWIZZLE_ALIGNMENT) % SWIZZLE_ALIGNMENT;
-    const int log = 31 - __clz(p.blocks);  // blocks is a power of two
-    const int rank = int(blockIdx.x) & (p.blocks - 1), first_output = int(blockIdx.x) >> log << log_outputs(p);
+    const int log = p.log_blocks, rank = int(blockIdx.x) & ((1 << log) - 1);
+    const int first_output = int(blockIdx.x) >> log << log_outputs(p);
     // This block's stages of all those of a row.
     const int of_row = int((p.C + Tile::COLUMNS - 1) / Tile::COLUMNS), begin = of_row * rank >> log;
     const int count = (of_row * (rank + 1) >> log) - begin;
     const bool loads = threadIdx.x == THREADS, multiplies = uniform(int(threadIdx.x) / WARP) < WARPS;
+    const Sums<Tile::NT> sums(rank, log, p.N, stages + sums_at, &arrived);
     if (loads) {
         ring.init(WARPS);
-        mbarrier_init_fence();
+        sums.expect();
 #pragma unroll 1
         for (int i = 0; i < min(count, Tile::STAGES); i++)
             load_weights<Tile>(stages + i * Tile::STAGE_BYTES, p, maps, first_output, begin + i, &ring.full[i]);
         tma_prefetch_descriptor(&maps.inp);
     }
-    const TileOutputs<P, T> outputs(p, first_output);
-    __syncthreads();
+    int rows[2];
+    set_rows(rows, p);
+    const TileOutputs<P, T> outputs(p, first_output, rows);
+    meet(p);
     pdl_wait();
     RingPosition<Tile::STAGES> at;
     if (loads)
@@ -193,19 +245,11 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT)
             load_inp<Tile>(stage, maps, begin + i, &ring.full[at.stage]);
         }
     float sum[Tile::NT][4] = {};
-    if (multiplies)
-#pragma unroll 1
-        for (int i = 0; i < count; i++) {
-            ring.wait_full(at);
-            multiply_stage<P, Tile, T>(sum, stages + at.stage * Tile::STAGE_BYTES, begin + i);
-            ring.release_and_advance(at);
-        }
-    __syncthreads();  // all stages have been read
-    float* const sums = reinterpret_cast<float*>(stages);
-    if (multiplies) store_sums(sums, sum);
-    cluster_sync();
-    if (multiplies) outputs.store(p, sums, rank);
-    cluster_sync();  // others may still read this block's sums
+    if (multiplies) multiply<P, Tile, T>(sum, stages, ring, begin, count, rows);
+    float residual[4] = {};
+    if (multiplies) outputs.load_residual(residual, p, sums.first);
+    if (sums_at == 0) meet(p);  // all stages have been read
+    if (multiplies) outputs.store(p, sums, sum, residual);
 }
 
 template <Packing P, int NT, typename T>
@@ -220,12 +264,15 @@ void launch_tiles(const char* op, const LinearParams<T>& layer, const PackedWeig
     maps.codes = of_16_bits(0, p.code_bytes / 2, PANEL_COLUMNS);
     if (!Shape::ROW_SCALES) maps.scales = of_16_bits(p.code_bytes, p.C / PACKED_GROUP, SCALE_COLUMNS);
     maps.inp = make_tensor_map(op, Heads<const T>{p.inp, p.inp_stride, 0}, p.N, 1, p.C, int(ceil_div(p.N, 8)) * 8);
-    const int64_t stages = std::min<int64_t>(ceil_div(ceil_div(p.C, Shape::COLUMNS), p.blocks), Shape::STAGES);
-    const int bytes = SWIZZLE_ALIGNMENT + std::max(int(stages) * Shape::STAGE_BYTES, Shape::SUM_BYTES);
+    const int64_t stages = std::min<int64_t>(ceil_div(ceil_div(p.C, Shape::COLUMNS), p.blocks()), Shape::STAGES);
+    const int ring_bytes = SWIZZLE_ALIGNMENT + int(stages) * Shape::STAGE_BYTES;
+    const bool apart = p.blocks() > 1 && ring_bytes + SUM_BYTES <= MAX_BYTES;
+    const int sums_at = apart ? int(stages) * Shape::STAGE_BYTES : 0;
+    const int bytes = std::max(ring_bytes, SWIZZLE_ALIGNMENT + sums_at + SUM_BYTES);
     const auto kernel = packed_wgmma_kernel<P, Shape, T>;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
-    launch_pdl_clusters(op, kernel, grid_of(p.tiles * p.blocks), unsigned(p.blocks), BLOCK_THREADS, size_t(bytes),
-                        stream, p, maps);
+    launch_pdl_clusters(op, kernel, grid_of(p.tiles * p.blocks()), unsigned(p.blocks()), BLOCK_THREADS, size_t(bytes),
+                        stream, p, maps, sums_at);
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ struct Tile {
     static constexpr int INP = ROWS * CODE_PITCH, SCALES = INP + BATCH * INP_PITCH;
     static constexpr int SCALE_WORDS = P == Packing::Fp8 ? 0 : GROUPS / 2;  // of a row
     static constexpr int STAGE_BYTES = SCALES + ROWS * SCALE_WORDS * 4;
-    static constexpr int BYTES = std::max(STAGES * STAGE_BYTES, BATCH* PITCH * 4);
+    static constexpr int BYTES = std::max(STAGES * STAGE_BYTES, SUM_BYTES);
 };
 
 // Starts the copies of a stage's weights and scales, of columns from `column` on; zeros past the end of the rows.
@@ -75,15 +75,15 @@ __device__ __forceinline__ void load_inp(char* stage, const PackedParams<T>& p, 
 
 // Adds the products of the warp's rows in a stage.
 template <Packing P, typename Tile, typename T>
-__device__ __forceinline__ void multiply_stage(float (&sum)[Tile::NT][4], const char* stage) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void multiply_stage(float (&sum)[Tile::NT][4], const char* stage, const int (&rows)[2]) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
         uint32_t a[2][4];
         float scale[2] = {1, 1};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int r = 16 * warp + 8 * half + g;
+            const int r = rows[half];
             uint32_t word[LANE_WORDS];
             load_codes<P>(word, stage + r * Tile::CODE_PITCH + group * group_bytes(P) + group_bytes(P) / 4 * t);
             code_pairs<P, T>(a[half], word);
@@ -109,10 +109,11 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[Tile::NT][4], const 
     }
 }
 
-// Of the blocks of a cluster.
-__device__ __forceinline__ void sync_blocks() {
+// Waits for the threads of all blocks of the cluster.
+__device__ __forceinline__ void meet() {
 #if __CUDA_ARCH__ >= 900
-    cluster_sync();
+    cluster_arrive();
+    cluster_wait();
 #else
     __syncthreads();
 #endif
@@ -121,16 +122,26 @@ __device__ __forceinline__ void sync_blocks() {
 template <Packing P, typename Tile, typename T>
 __global__ void __launch_bounds__(THREADS, 1) packed_small_batch_kernel(const PackedParams<T> p) {
     extern __shared__ uint4 shared[];
+    __shared__ Mbarrier arrived;
     char* const ring = reinterpret_cast<char*>(shared);
     pdl_launch_dependents();
-    const int rank = int(blockIdx.x) % p.blocks, first_output = int(blockIdx.x) / p.blocks << log_outputs(p);
+    const int log = p.log_blocks, rank = int(blockIdx.x) & ((1 << log) - 1);
+    const int first_output = int(blockIdx.x) >> log << log_outputs(p);
     // This block's stages of all those of a row.
-    const int stages = int((p.C + COLUMNS - 1) / COLUMNS), begin = stages * rank / p.blocks;
-    const int count = stages * (rank + 1) / p.blocks - begin;
+    const int stages = int((p.C + COLUMNS - 1) / COLUMNS), begin = stages * rank >> log;
+    const int count = (stages * (rank + 1) >> log) - begin;
     const auto stage_of = [&](int i) { return ring + i % STAGES * Tile::STAGE_BYTES; };
     const auto column_of = [&](int i) { return int64_t(begin + i) * COLUMNS; };
 #pragma unroll 1
     for (int i = 0; i < min(STAGES - 1, count); i++) load_weights<P, Tile>(stage_of(i), p, first_output, column_of(i));
+    int rows[2];
+    set_rows(rows, p);
+    const TileOutputs<P, T> outputs(p, first_output, rows);
+    const Sums<Tile::NT> sums(rank, log, p.N, shared, &arrived);
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) sums.expect();
+#endif
+    meet();
     pdl_wait();
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++) {  // a group of copies for each stage; those of the weights are in the first
@@ -148,16 +159,13 @@ __global__ void __launch_bounds__(THREADS, 1) packed_small_batch_kernel(const Pa
             load_inp<Tile>(stage_of(ahead), p, column_of(ahead));
         }
         cp_async_commit();
-        multiply_stage<P, Tile, T>(sum, stage_of(i));
+        multiply_stage<P, Tile, T>(sum, stage_of(i), rows);
     }
     cp_async_wait_all();
-    __syncthreads();
-    float* const sums = reinterpret_cast<float*>(shared);
-    const TileOutputs<P, T> outputs(p, first_output);
-    store_sums(sums, sum);
-    sync_blocks();
-    outputs.store(p, sums, rank);
-    sync_blocks();  // others may still read this block's sums
+    float residual[4] = {};
+    outputs.load_residual(residual, p, sums.first);
+    meet();  // all stages have been read
+    outputs.store(p, sums, sum, residual);
 }
 
 template <Packing P, int NT, typename T>
@@ -165,8 +173,8 @@ void launch_small_batch(const char* op, const PackedParams<T>& p, Stream stream)
     using Shape = Tile<P, NT>;
     const auto kernel = packed_small_batch_kernel<P, Shape, T>;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::BYTES), op);
-    launch_pdl_clusters(op, kernel, grid_of(p.tiles * p.blocks), unsigned(p.blocks), THREADS, size_t(Shape::BYTES),
-                        stream, p);
+    launch_pdl_clusters(op, kernel, grid_of(p.tiles << p.log_blocks), unsigned(p.blocks()), THREADS,
+                        size_t(Shape::BYTES), stream, p);
 }
 
 }  // namespace

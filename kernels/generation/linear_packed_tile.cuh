@@ -1,8 +1,13 @@
 // What the small-batch GEMMs of packed weights share (linear_packed_small_batch.cu, linear_packed_hopper.cu): tiles of
-// 128 rows of weight, clusters of blocks that divide the columns, and the way of the sums through shared memory to out.
+// 128 rows of weight, clusters of blocks that divide the columns, and the way of the sums to out.
+//
+// A thread has sums of two rows of weight, with SwiGLU of a row of gate and of its row of up, so that no other thread's
+// are needed for an output. Where blocks divide the columns, each adds the sums of some rows of inp: the others write
+// theirs into its shared memory (st.async), and an mbarrier counts the bytes. No block waits for another after that.
 #pragma once
 
 #include "kernels/cuda/cluster.cuh"
+#include "kernels/cuda/mbarrier.cuh"
 #include "kernels/cuda/mlp_activation.cuh"
 #include "kernels/cuda/packed_codes.cuh"
 #include "kernels/generation/linear.cuh"
@@ -12,22 +17,24 @@ namespace packed_tile {
 constexpr int WARPS = 8, THREADS = WARPS * WARP;   // that multiply and store
 constexpr int ROWS = 16 * WARPS, HALF = ROWS / 2;  // of weight: a tile's; with SwiGLU half of gate and half of up
 constexpr int MAX_CLUSTER = 8;
-constexpr int PITCH = ROWS + 4;  // floats from one row of inp's sums to the next's: a warp stores them to 32 banks
+constexpr int SUM_BYTES = MAX_CLUSTER * THREADS * int(sizeof(float4));  // of a block's Sums::slots
 
 template <typename T>
 struct PackedParams : LinearParams<T> {
     const char* rows;
     int64_t row_bytes, code_bytes;
     int64_t tiles;
-    int blocks;  // of a cluster
+    int log_blocks;  // log₂ of those of a cluster
+
+    __host__ __device__ int blocks() const { return 1 << log_blocks; }
 };
 
-// Blocks of a cluster: as many as run at once, `resident` on an SM, with a stage of their own at least.
-inline int cluster_blocks(int64_t tiles, int64_t stages, int resident) {
-    int blocks = 1;
-    while (has_pdl() && blocks < MAX_CLUSTER && 2 * blocks * tiles <= resident * num_sms() && 2 * blocks <= stages)
-        blocks *= 2;
-    return blocks;
+// log₂ of the blocks of a cluster: as many as run at once, `resident` on an SM, with a stage of their own at least.
+inline int log_cluster_blocks(int64_t tiles, int64_t stages, int resident) {
+    int log = 0;
+    while (has_pdl() && 2 << log <= MAX_CLUSTER && tiles << (log + 1) <= resident * num_sms() && 2 << log <= stages)
+        log++;
+    return log;
 }
 
 template <typename T>
@@ -39,7 +46,7 @@ PackedParams<T> packed_params(const LinearParams<T>& layer, const PackedWeight& 
             packed_row_bytes(weight.packing, layer.C),
             packed_code_bytes(weight.packing, layer.C),
             tiles,
-            cluster_blocks(tiles, ceil_div(layer.C, columns_of_stage), resident)};
+            log_cluster_blocks(tiles, ceil_div(layer.C, columns_of_stage), resident)};
 }
 
 // log₂ of the outputs of a tile. The row of weight of its row r: with SwiGLU 64 rows of gate, then the same 64 of up.
@@ -55,84 +62,120 @@ __device__ __forceinline__ int64_t weight_row(const PackedParams<T>& p, int firs
     return min(int64_t(first_output) + (gated ? r % HALF : r), p.columns - 1) + (gated && r >= HALF ? p.columns : 0);
 }
 
-// Stores the warp's sums of its 16 rows of weight: sum[j][k] as in mma.cuh.
-template <int NT>
-__device__ __forceinline__ void store_sums(float* sums, const float (&sum)[NT][4]) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int j = 0; j < NT; j++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) sums[(8 * j + 2 * t + k % 2) * PITCH + 16 * warp + 8 * (k / 2) + g] = sum[j][k];
+// The rows of the tile that are rows g and g + 8 of the warp's mma (mma.cuh), g being lane / 4.
+template <typename T>
+__device__ __forceinline__ void set_rows(int (&rows)[2], const PackedParams<T>& p) {
+    const int g = int(threadIdx.x) % WARP / 4, warp = int(threadIdx.x) / WARP;
+    const bool gated = is_gated(p.activation);
+    rows[0] = (gated ? 8 : 16) * warp + g;
+    rows[1] = rows[0] + (gated ? HALF : 8);
 }
 
-// y[i]: the sums of the cluster's blocks, in order, `at[i]` floats from `sums` on.
-template <int EACH>
-__device__ __forceinline__ void add_blocks(float (&y)[EACH], const float* sums, const int (&at)[EACH], int blocks) {
+// The sums of a tile: of each eight rows of inp a thread has four, as in mma.cuh. The blocks of the cluster, of which
+// there are 2^log, divide the up to NT of these eights.
+template <int NT>
+struct Sums {
+    float4* slots;      // [blocks of the cluster][eights of this block][THREADS]
+    Mbarrier* arrived;  // those of all blocks; where there are several
+    int rank, log, used, first, end;
+
+    __device__ __forceinline__ Sums(int rank_, int log_blocks, int N, void* slots_, Mbarrier* arrived_)
+        : slots(static_cast<float4*>(slots_)), arrived(arrived_), rank(rank_), log(log_blocks) {
+        used = (N + 7) / 8;
+        first = first_of(rank);
+        end = min(first_of(rank + 1), used);
+    }
+    __device__ __forceinline__ int first_of(int block) const { return (block * NT + (1 << log) - 1) >> log; }
+    __device__ __forceinline__ float4* slot(int block, int eight) const {
+        return slots + (block * max(NT >> log, 1) + eight) * THREADS + threadIdx.x;
+    }
 #if __CUDA_ARCH__ >= 900
-    if (blocks > 1) {
-        float part[MAX_CLUSTER][EACH];  // all loads before the first addition: they take long
-#pragma unroll
-        for (int b = 0; b < MAX_CLUSTER; b++) {
-            const uint32_t from = map_shared_rank(sums, min(b, blocks - 1));
-#pragma unroll
-            for (int i = 0; i < EACH; i++) part[b][i] = load_shared_rank(from + at[i] * int(sizeof(float)));
-        }
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            y[i] = part[0][i];
-#pragma unroll
-            for (int b = 1; b < MAX_CLUSTER; b++) y[i] += b < blocks ? part[b][i] : 0.0f;
-        }
-        return;
+    // By one thread, before the blocks of the cluster meet for the first time.
+    __device__ __forceinline__ void expect() const {
+        mbarrier_init(arrived, 1);
+        mbarrier_init_fence();
+        if (log > 0) mbarrier_arrive_expect_tx(arrived, (max(end - first, 0) * THREADS * int(sizeof(float4))) << log);
     }
 #endif
+    // Gives each block what it adds, once all of them have read what is in the place of the slots.
+    __device__ __forceinline__ void send(const float (&sum)[NT][4]) const {
 #pragma unroll
-    for (int i = 0; i < EACH; i++) y[i] = sums[at[i]];
-}
+        for (int j = 0; j < NT; j++) {
+            if (j >= used) break;
+            const float4 y = {sum[j][0], sum[j][1], sum[j][2], sum[j][3]};
+            const int block = (j << log) / NT;
+            float4* const to = slot(rank, j - first_of(block));
+#if __CUDA_ARCH__ >= 900
+            if (log > 0) {
+                st_async(map_shared_rank(to, block), y, map_shared_rank(arrived, block));
+                continue;
+            }
+#endif
+            *to = y;
+        }
+#if __CUDA_ARCH__ >= 900
+        if (log > 0) mbarrier_wait(arrived, 0);
+#endif
+    }
+    // y: the sum over the blocks, in their order, for the j-th eight, one of this block's.
+    __device__ __forceinline__ void add(float (&y)[4], int j) const {
+        float4 part[MAX_CLUSTER];
+#pragma unroll
+        for (int b = 0; b < MAX_CLUSTER; b++) part[b] = b < 1 << log ? *slot(b, j - first) : float4{};
+        y[0] = part[0].x, y[1] = part[0].y, y[2] = part[0].z, y[3] = part[0].w;
+#pragma unroll
+        for (int b = 1; b < MAX_CLUSTER; b++)
+            y[0] += part[b].x, y[1] += part[b].y, y[2] += part[b].z, y[3] += part[b].w;
+    }
+};
 
-// A thread's part of a tile's outputs: one column of out, for some of the rows. Its scales and biases are loaded at the
-// beginning of the tile.
+// A thread's outputs: of each eight rows of inp two, and of out two columns, eight apart, or one with SwiGLU. Its
+// scales and biases are loaded at the beginning of the tile.
 template <Packing P, typename T>
 struct TileOutputs {
     int o;
+    bool gated;
     float scale[2], bias[2];
 
-    __device__ __forceinline__ TileOutputs(const PackedParams<T>& p, int first_output)
-        : o(first_output + (int(threadIdx.x) & ((1 << log_outputs(p)) - 1))) {
+    __device__ __forceinline__ TileOutputs(const PackedParams<T>& p, int first_output, const int (&rows)[2])
+        : o(first_output + rows[0]), gated(is_gated(p.activation)) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int64_t row = weight_row(p, first_output, o - first_output + half * HALF);
+            const int64_t row = weight_row(p, first_output, rows[half]);
             scale[half] =
                 P == Packing::Fp8 ? *reinterpret_cast<const float*>(p.rows + row * p.row_bytes + p.code_bytes) : 1.0f;
             bias[half] = p.bias ? as_float(p.bias[row]) : 0.0f;
         }
     }
-    // sums: [rows of inp][PITCH], in each block of the cluster, of which this is block `rank`.
-    __device__ __forceinline__ void store(const PackedParams<T>& p, const float* sums, int rank) const {
-        constexpr int EACH = 4;
-        const bool gated = is_gated(p.activation);
-        const int log = log_outputs(p), blocks = p.blocks;
-        const int per_pass = THREADS >> log, step = blocks * per_pass, r = int(threadIdx.x) & ((1 << log) - 1);
-        if (o >= p.columns) return;
+    // Calls f(k, row of inp, column of out) for those of the j-th eight rows; k: the index of its sum.
+    template <typename F>
+    __device__ __forceinline__ void for_each(const PackedParams<T>& p, int j, F f) const {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int n = 8 * j + 2 * (int(threadIdx.x) % 4) + k % 2, column = o + k / 2 * 8;
+            if (n < p.N && column < p.columns && !(gated && k >= 2)) f(k, n, column);
+        }
+    }
+    __device__ __forceinline__ void load_residual(float (&residual)[4], const PackedParams<T>& p, int j) const {
+        if (p.residual)
+            for_each(p, j, [&](int k, int n, int c) { residual[k] = as_float(p.residual[n * p.residual_stride + c]); });
+    }
+    // Adds the sums of the cluster's blocks and stores this block's outputs. residual: of its first eight rows of inp,
+    // loaded before the blocks have met.
+    template <int NT>
+    __device__ __forceinline__ void store(const PackedParams<T>& p, const Sums<NT>& sums, const float (&sum)[NT][4],
+                                          float (&residual)[4]) const {
+        sums.send(sum);
 #pragma unroll 1
-        for (int n = rank * per_pass + (int(threadIdx.x) >> log); n < p.N; n += EACH * step) {
-            float y[EACH], up[EACH] = {}, residual[EACH] = {};
-            int at[EACH];
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                const int row = min(n + i * step, p.N - 1);
-                at[i] = row * PITCH + r;
-                if (p.residual) residual[i] = as_float(p.residual[row * p.residual_stride + o]);
-            }
-            add_blocks(y, sums, at, blocks);
-            if (gated) add_blocks(up, sums + HALF, at, blocks);
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                if (n + i * step >= p.N) break;
-                const float a = y[i] * scale[0] + bias[0], b = up[i] * scale[1] + bias[1];
+        for (int j = sums.first; j < sums.end; j++) {
+            float y[4];
+            sums.add(y, j);
+            if (j > sums.first) load_residual(residual, p, j);
+            for_each(p, j, [&](int k, int n, int c) {
+                const float a = y[k] * scale[k / 2] + bias[k / 2], b = y[k | 2] * scale[1] + bias[1];
                 const float z = gated ? activate(p.activation, a, b) : activate(p.activation, a);
-                p.out[(n + i * step) * p.out_stride + o] = from_float<T>(z + residual[i]);
-            }
+                p.out[n * p.out_stride + c] = from_float<T>(z + residual[k]);
+            });
         }
     }
 };
