@@ -21,6 +21,11 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// A barrier of all threads of the cluster that orders their accesses to shared memory.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // The shared memory address in block `rank` that corresponds to p in this block.
 __device__ __forceinline__ uint32_t map_shared_rank(const void* p, int rank) {
     uint32_t address;

@@ -112,8 +112,7 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[Tile::NT][4], const 
 // Waits for the threads of all blocks of the cluster.
 __device__ __forceinline__ void meet() {
 #if __CUDA_ARCH__ >= 900
-    cluster_arrive();
-    cluster_wait();
+    cluster_sync();
 #else
     __syncthreads();
 #endif

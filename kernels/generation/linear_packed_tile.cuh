@@ -119,13 +119,16 @@ struct Sums {
     }
     // y: the sum over the blocks, in their order, for the j-th eight, one of this block's.
     __device__ __forceinline__ void add(float (&y)[4], int j) const {
-        float4 part[MAX_CLUSTER];
+        Floats<4> part[MAX_CLUSTER] = {};
 #pragma unroll
-        for (int b = 0; b < MAX_CLUSTER; b++) part[b] = b < 1 << log ? *slot(b, j - first) : float4{};
-        y[0] = part[0].x, y[1] = part[0].y, y[2] = part[0].z, y[3] = part[0].w;
+        for (int b = 0; b < MAX_CLUSTER; b++)
+            if (b < 1 << log) part[b] = load_floats<4>(reinterpret_cast<const float*>(slot(b, j - first)));
 #pragma unroll
-        for (int b = 1; b < MAX_CLUSTER; b++)
-            y[0] += part[b].x, y[1] += part[b].y, y[2] += part[b].z, y[3] += part[b].w;
+        for (int k = 0; k < 4; k++) {
+            y[k] = part[0][k];
+#pragma unroll
+            for (int b = 1; b < MAX_CLUSTER; b++) y[k] += part[b][k];
+        }
     }
 };
 
