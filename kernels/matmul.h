@@ -106,6 +106,6 @@ bool matmul_use_choices(const std::string& text, Stream stream, bool used = fals
 // The library behind the matmuls: "oneDNN 2.6.3", "built-in blocked GEMM" or "cuBLASLt 13.1.0".
 const char* matmul_library();
 
-// FLOP/s of a large matmul on this device, measured now (about 0.1 s): the peak for MFU where the dense peak of the
-// device is unknown. Allocates and frees its own matrices.
+// FLOP/s of a large matmul on this device, measured now (a GPU takes about 0.1 s): the peak for MFU where the dense
+// peak of the device is unknown. Allocates and frees its own matrices.
 double measured_peak_flops(Stream stream, DType dtype = DType::F32);
