@@ -17,6 +17,7 @@ Service::Service(Engine& e, const ServedModel& m, int64_t max_queue, int64_t chu
       engine(e),
       most_sequences(e.options.slots + max_queue) {
     scheduler.on_token = [this](const Request& r) { token(r); };
+    count();  // for who asks for the metrics before run() has begun
 }
 
 void Service::submit(const std::shared_ptr<Answer>& answer, const std::string& path) {

@@ -70,6 +70,13 @@ struct ServiceTest : testing::Test {
     }
 };
 
+TEST_F(ServiceTest, MetricsKnowThePagesBeforeTheFirstRequest) {
+    const int64_t pages = generation->engine.pages_available();
+    EXPECT_GT(pages, 0);
+    EXPECT_NE(service->metrics.text().find(str("\ntrain_gpt_pages ", pages, "\n")), std::string::npos);
+    start();
+}
+
 TEST_F(ServiceTest, AStepWaitsForARequestThatIsComing) {
     service->patience = 1h;
     start();
