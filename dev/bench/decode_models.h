@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 #include <optional>
 
 #include "kernels/generation/decode_step.h"
@@ -11,42 +12,29 @@ enum ModelShape { GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN2_5_1_5B };
 using MaybePacking = std::optional<Packing>;
 
 inline DecodeModel decode_model(ModelShape shape, DType T, MaybePacking packing = {}) {
+    constexpr struct {
+        int64_t layers, C, NH, NKV, HS, FFN, Vp;
+    } SIZES[] = {
+        {12, 768, 12, 12, 64, 3072, 50304},
+        {16, 2048, 32, 8, 64, 8192, 128256},
+        {32, 4096, 32, 8, 128, 14336, 128256},
+        {28, 1536, 12, 2, 128, 8960, 151936},
+    };
+    const auto& z = SIZES[shape];
     DecodeModel m;
     m.packing = packing;
-    m.HS = shape == QWEN2_5_1_5B || shape == LLAMA_8B ? 128 : 64;
+    m.layers = z.layers;
+    m.C = z.C;
+    m.NH = z.NH;
+    m.NKV = z.NKV;
+    m.HS = z.HS;
+    m.FFN = z.FFN;
+    m.Vp = z.Vp;
     m.scale = 1 / std::sqrt(float(m.HS));
     m.slots = LINEAR_SMALL_N;
     m.capacity = 1024;
     m.dtype = T;
-    if (shape == GPT2_124M) {
-        m.layers = 12;
-        m.C = 768;
-        m.NH = m.NKV = 12;
-        m.FFN = 3072;
-        m.Vp = 50304;
-    } else {
-        if (shape == LLAMA_1B) {
-            m.layers = 16;
-            m.C = 2048;
-            m.NH = 32;
-            m.NKV = 8;
-            m.FFN = 8192;
-            m.Vp = 128256;
-        } else if (shape == LLAMA_8B) {
-            m.layers = 32;
-            m.C = 4096;
-            m.NH = 32;
-            m.NKV = 8;
-            m.FFN = 14336;
-            m.Vp = 128256;
-        } else {
-            m.layers = 28;
-            m.C = 1536;
-            m.NH = 12;
-            m.NKV = 2;
-            m.FFN = 8960;
-            m.Vp = 151936;
-        }
+    if (shape != GPT2_124M) {
         m.activation = Activation::SwiGLU;
         m.centred = false;
     }

@@ -96,17 +96,17 @@ __device__ __forceinline__ void load_inp(unsigned char* stage, const Maps& maps,
 }
 
 // The lane's codes of a group as fragments of A, [k16][register]. lane: the address of its first two in vector 0 of the
-// first of its rows; a row's vectors of 16 bytes are swizzled. second: how much further its second row is. Int4 has
+// first of its rows; a row's vectors of 16 bytes are swizzled. between: how much further its second row is. Int4 has
 // both fragments in the same bytes.
 template <Packing P, typename T>
-__device__ __forceinline__ void load_fragments(uint32_t (&a)[2][4], uint32_t lane, uint32_t second, int group) {
+__device__ __forceinline__ void load_fragments(uint32_t (&a)[2][4], uint32_t lane, uint32_t between, int group) {
     constexpr int VECTORS = group_bytes(P) / 16;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const uint32_t from =
-                (lane ^ uint32_t((group * VECTORS + v) * 16)) + (i % 2 ? second : 0) + uint32_t(i / 2 * 8);
+                (lane ^ uint32_t((group * VECTORS + v) * 16)) + (i % 2 ? between : 0) + uint32_t(i / 2 * 8);
             uint16_t two;
             asm volatile("ld.shared.u16 %0, [%1];" : "=h"(two) : "r"(from) : "memory");
             a[v][i] = neighbour_codes<P, T>(two, 0);

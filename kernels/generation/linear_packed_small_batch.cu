@@ -137,9 +137,7 @@ __global__ void __launch_bounds__(THREADS, 1) packed_small_batch_kernel(const Pa
     set_rows(rows, p);
     const TileOutputs<P, T> outputs(p, first_output, rows);
     const Sums<Tile::NT> sums(rank, log, p.N, shared, &arrived);
-#if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0) sums.expect();
-#endif
     meet();
     pdl_wait();
 #pragma unroll 1

@@ -89,14 +89,14 @@ struct Sums {
     __device__ __forceinline__ float4* slot(int block, int eight) const {
         return slots + (block * max(NT >> log, 1) + eight) * THREADS + threadIdx.x;
     }
-#if __CUDA_ARCH__ >= 900
     // By one thread, before the blocks of the cluster meet for the first time.
     __device__ __forceinline__ void expect() const {
+#if __CUDA_ARCH__ >= 900
         mbarrier_init(arrived, 1);
         mbarrier_init_fence();
         if (log > 0) mbarrier_arrive_expect_tx(arrived, (max(end - first, 0) * THREADS * int(sizeof(float4))) << log);
-    }
 #endif
+    }
     // Gives each block what it adds, once all of them have read what is in the place of the slots.
     __device__ __forceinline__ void send(const float (&sum)[NT][4]) const {
 #pragma unroll
