@@ -194,8 +194,8 @@ __device__ __forceinline__ void multiply(float (&sum)[Tile::NT][4], const unsign
     }
 }
 
-// Waits for the threads of all blocks of the cluster. The barrier need not order their accesses to stages: those are
-// over when a thread comes here, because wgmma has ended, and what it got from registers had arrived in them.
+// Waits for the threads of all blocks of the cluster. The barrier need not order their accesses to stages: wgmma has
+// ended by then, and the codes that were loaded are in registers.
 template <typename T>
 __device__ __forceinline__ void meet(const PackedParams<T>& p) {
     if (p.log_blocks > 0) {
