@@ -73,10 +73,11 @@ int64_t bucket(int64_t length, int64_t capacity) {
 }
 
 // Most rows of a fused step. From three rows on the kernels of linear.h are faster on Hopper for large models: LLaMA
-// 1B, half of the contexts of 2,000 keys, takes 1.12 ms with 2 rows and 1.80 with 4 fused, 1.30 with 6 apart (H200).
-// GPT-2 124M takes 0.28 ms with 4 rows and 0.40 with 8 fused, 0.42 with 64 apart.
+// 1B, half of the contexts of 2,000 keys, takes 1.12 ms with 2 rows and 1.80 with 4 fused, 1.30 with 6 apart (H200); in
+// fp8, contexts of 1 to 256 keys, 0.87 with 4 rows fused and 0.71 with 8 apart, in int4 1.41 with 8 fused. GPT-2 124M
+// takes 0.28 ms with 4 rows and 0.40 with 8 fused, 0.42 with 64 apart.
 int64_t fused_rows(const ModelConfig& config, const EngineOptions& options) {
-    const bool large = config.channels >= 2048 && dtype_size(options.dtype) == 2 && !options.packing;
+    const bool large = config.channels >= 2048 && dtype_size(options.dtype) == 2;
     return large && this_target().hopper ? 2 : LINEAR_SMALL_N;
 }
 
@@ -191,6 +192,10 @@ void Engine::plan_memory() {
         keep(&row_adapters, "row_adapters", DType::I32, {N});
     }
     own(&act, "act", T, {N, c.ffn}, FC, FCPROJ);
+    if (backend_device() != Device::CPU && T == DType::BF16 && c.norm == Norm::RMSNorm && !c.norm_after) {
+        own(&unscaled, "unscaled", T, {std::min(N, UNSCALED_MAX_ROWS), c.channels}, QKV, FCPROJ);
+        own(&squares, "squares", DType::F32, {unscaled_sums(c.channels), UNSCALED_MAX_ROWS}, QKV, FCPROJ);
+    }
     if (c.norm_after) own(&unnormed, "unnormed", T, {N, c.channels}, PROJ, FCPROJ);
     const auto layer_scratch = [&](int64_t n, int64_t inputs, int64_t outputs) {  // prefill passes and decode steps
         const auto scratch_of = [&](int64_t rows_in) {
@@ -283,6 +288,7 @@ void Engine::allocate(const InferenceWeights& model_weights, const Tensor& share
     fill_memory();
     prepare_graphs();
     prepare_pass_graphs();
+    prepare_longest_pass();
     device_fill(buffer_index.data, 0, size_t(buffer_index.bytes()), stream);
 }
 
@@ -454,6 +460,27 @@ void Engine::prepare_pass_graphs() {
     matmul_tuning(false, stream);
 }
 
+// Runs the first layer for a pass of the most tokens, whose rows all belong to no sequence, and the head for one row:
+// kernels are loaded, and the library chooses among its own, before a prompt waits for them.
+void Engine::prepare_longest_pass() {
+    if (!graphs_replay() || forward || config.has_linear_attention()) return;
+    const int64_t N = pass_tokens();
+    for (const Tensor& t : {tokens, positions, cum_q, cum_k, pass_slots})
+        device_fill(t.data, 0, size_t(t.bytes()), stream);
+    for (const Tensor& t : rows) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
+    PassInputs in;
+    in.tokens = tokens.rows(0, N);
+    in.positions = positions.rows(0, N);
+    for (const Tensor& t : rows) in.rows.push_back(t.rows(0, N));
+    in.sequences = {cum_q.rows(0, 2), cum_k.rows(0, 2)};
+    in.sequences.page_rows = pass_slots.rows(0, 1);
+    in.sequences.max_q = in.sequences.max_k = std::min(N, options.context);
+    in.layers = 1;
+    run_pass(in, {});
+    compute_logits(last.rows(0, 1));
+    synchronize(stream);
+}
+
 // For every context bucket, with adapters and without.
 void Engine::record_passes(int64_t N, int64_t decoding) {
     PassInputs in;
@@ -553,32 +580,45 @@ void Engine::add_adapter(Tensor y, Tensor inp, const AdapterWeights& w) {
     adapter_expand_all(y, h, w, stream);
 }
 
-// Runs x [N, C] through all blocks. attend(l) computes att from qkv and the cache.
+// Runs x [N, C] through the first blocks. attend(l) computes att from qkv and the cache.
 template <typename Attend>
 void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invariant,
-                        const std::optional<AdapterTiles>& tiles, Attend attend) {
+                        const std::optional<AdapterTiles>& tiles, int64_t layers, Attend attend) {
     const int64_t N = hidden.shape[0];
     BlockAdapters adapters;  // of the layer
+    const float eps = static_cast<float>(config.norm_eps);
+    bool norm_begun = false;  // `unscaled` has the rows of hidden for the norm before the next layer
+    // next: the norm that reads the output, if linear_unscaled() may begin it.
     const auto layer = [&](const LinearOutput& output, Tensor inp, const NormWeights& n, const LinearWeights& w,
-                           const AdapterWeights& a) {
+                           const AdapterWeights& a, const NormWeights* next = nullptr) {
         const LinearOutput to{output.out.rows(0, N), output.activation, output.residual};
         if (tiles) return adapted_layer(to, inp.rows(0, N), n, w, a, *tiles, batch_invariant);
-        const InputNorm before{n.weight, n.bias, static_cast<float>(config.norm_eps), config.norm == Norm::LayerNorm};
-        linear(to, inp.rows(0, N), before, w, scratch, batch_invariant, stream);
+        const bool reads = norm_begun && n.weight;
+        norm_begun = next;
+        if (reads || next) {
+            const UnscaledRows begun = {unscaled ? unscaled.rows(0, N) : Tensor{}, squares, eps};
+            if (linear_unscaled(to, reads ? begun : UnscaledRows{inp.rows(0, N)}, w, next ? begun : UnscaledRows{},
+                                next ? next->weight : Tensor{}, stream))
+                return;
+        }
+        norm_begun = false;
+        linear(to, inp.rows(0, N), {n.weight, n.bias, eps, config.norm == Norm::LayerNorm}, w, scratch, batch_invariant,
+               stream);
+    };
+    const auto begins = [&](const NormWeights& n, const LinearWeights& w) {
+        const bool may = unscaled && !tiles && !batch_invariant && linear_takes_unscaled(N, w, options.dtype);
+        return may ? &n : nullptr;
     };
     const bool norm_after = config.norm_after;
     // Adds a half of the block to hidden: the linear layer's output, or its norm.
-    const auto add_half = [&](Tensor inp, const LinearWeights& w, const AdapterWeights& a, const NormWeights& n) {
-        if (!norm_after) return layer({hidden, Activation::None, hidden}, inp, {}, w, a);
+    const auto add_half = [&](Tensor inp, const LinearWeights& w, const AdapterWeights& a, const NormWeights& n,
+                              const NormWeights* next) {
+        if (!norm_after) return layer({hidden, Activation::None, hidden}, inp, {}, w, a, next);
         layer({unnormed}, inp, {}, w, a);
-        rmsnorm_add_forward({.out = hidden,
-                             .inp = unnormed.rows(0, N),
-                             .residual = hidden,
-                             .weight = n.weight,
-                             .eps = static_cast<float>(config.norm_eps)},
-                            stream);
+        rmsnorm_add_forward(
+            {.out = hidden, .inp = unnormed.rows(0, N), .residual = hidden, .weight = n.weight, .eps = eps}, stream);
     };
-    for (int64_t l = 0; l < config.layers; l++) {
+    for (int64_t l = 0; l < layers; l++) {
         const BlockWeights& w = weights.blocks[size_t(l)];
         if (tiles) adapters = weights.adapters[size_t(l)];
         if (config.attention_type(l) == AttentionType::GatedLinear) {  // the decay gate reads the same as qkv
@@ -591,9 +631,11 @@ void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invarian
         }
         prepare_qk(l, qkv.rows(0, N), angles);
         attend(l);
-        add_half(att, w.proj, adapters.proj, w.norm1);
+        add_half(att, w.proj, adapters.proj, w.norm1, begins(w.norm2, w.fc));
         layer({act, config.activation}, hidden, norm_after ? NormWeights{} : w.norm2, w.fc, adapters.fc);
-        add_half(act, w.fcproj, adapters.fcproj, w.norm2);
+        const bool qkv_follows = l + 1 < layers && config.attention_type(l + 1) != AttentionType::GatedLinear;
+        const BlockWeights& after = weights.blocks[size_t(qkv_follows ? l + 1 : l)];
+        add_half(act, w.fcproj, adapters.fcproj, w.norm2, qkv_follows ? begins(after.norm1, after.qkv) : nullptr);
     }
 }
 
@@ -765,7 +807,7 @@ void Engine::run_pass(const PassInputs& in, const Tensor& last_of_pass) {
     if (B > 0) device_copy(in.tokens.data, ids.data, size_t(ids.rows(0, B).bytes()), stream);
     const Tensor hidden = x.rows(0, N);
     embed(hidden, in.tokens, in.positions);
-    run_blocks(hidden, angles, false, in.tiles, [&](int64_t l) {
+    run_blocks(hidden, angles, false, in.tiles, std::min(in.layers, c.layers), [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
                 l, N, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
@@ -1230,7 +1272,7 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
     const bool everywhere = step_classes & ADAPTED_EVERYWHERE;
     const std::optional<AdapterTiles> tiles =
         step_classes & ADAPTERS ? std::optional(adapter_tiles(B, everywhere)) : std::nullopt;
-    run_blocks(hidden, step_batch.angles, options.batch_invariant, tiles, [&](int64_t l) {
+    run_blocks(hidden, step_batch.angles, options.batch_invariant, tiles, config.layers, [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
                 l, B, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
@@ -1363,6 +1405,7 @@ void Engine::grow_batch() {
 void Engine::decode(const std::vector<Prompt>& prompts) {
     require(ready(), "engine: decode() while not ready()");
     if (!pending() && (batch_changed || active() < int64_t(batch.size()))) compact_batch();
+    upload_retired();
     if (!prompts.empty()) return joint_step(prompts);
     if (forward) return outside_decode_step();
     grow_batch();
@@ -1437,16 +1480,25 @@ void Engine::grow(int64_t slot, int64_t by) {
     lengths[size_t(slot)] += by;
 }
 
-// The row is retired on the device too: a step that skips it reads less of the cache.
 void Engine::retire(int64_t slot) {
-    for (size_t b = 0; b < batch.size(); b++) {
-        if (batch[b].slot != slot || batch[b].retired) continue;
-        batch[b].retired = true;
-        const int32_t finished = -1;
-        staging->next();
-        for (const Tensor& t : {step_positions, slot_ids})  // for the KV cache and for the states
-            staging->put(t.rows(int64_t(b), int64_t(b) + 1).data, &finished, sizeof finished, stream);
+    for (Sequence& s : batch) {
+        if (s.slot != slot || s.retired) continue;
+        s.retired = true;
         return;
+    }
+}
+
+// Retires rows on the device, too, for the KV cache and for the states: a step that skips them reads less. Most rows
+// end where no step is queued, and are removed from the batch instead.
+void Engine::upload_retired() {
+    const int32_t finished = -1;
+    bool begun = false;
+    for (size_t b = 0; b < batch.size(); b++) {
+        if (!batch[b].retired || batch[b].skipped) continue;
+        if (!begun) staging->next();
+        begun = batch[b].skipped = true;
+        for (const Tensor& t : {step_positions, slot_ids})
+            staging->put(t.rows(int64_t(b), int64_t(b) + 1).data, &finished, sizeof finished, stream);
     }
 }
 

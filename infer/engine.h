@@ -259,6 +259,7 @@ class Engine {
         SamplingRow sampling;
         bool logprobs;
         int64_t top_logprobs;
+        bool skipped = false;  // retired, and the device knows it
     };
     // Tokens [begin, end) of a prompt.
     struct PromptChunk {
@@ -276,8 +277,9 @@ class Engine {
         Tensor finished;               // [n] int32: the rows after which a token is sampled
         AttentionSequences sequences;  // less pages and window
         std::optional<AdapterTiles> tiles;
-        bool has_past = false;  // some chunk continues a sequence
-        bool recorded = false;  // the pass has a graph
+        bool has_past = false;       // some chunk continues a sequence
+        bool recorded = false;       // the pass has a graph
+        int64_t layers = INT64_MAX;  // the first so many
     };
     // A step that is queued, with the host memory that receives its results.
     struct QueuedStep {
@@ -313,6 +315,7 @@ class Engine {
     void count_weight_bytes();
     void prepare_graphs();
     void prepare_pass_graphs();
+    void prepare_longest_pass();
     void record_passes(int64_t N, int64_t decoding);
     PassInputs upload_pass(const std::vector<PromptChunk>& chunks, int64_t decoding, Tensor token_ids = {});
     void run_pass(const PassInputs& in, const Tensor& last_of_pass);
@@ -341,7 +344,7 @@ class Engine {
     void norm(Tensor out, Tensor inp, const NormWeights& w);
     template <typename Attend>
     void run_blocks(Tensor hidden, const Tensor& angles, bool batch_invariant, const std::optional<AdapterTiles>& tiles,
-                    Attend attend);
+                    int64_t layers, Attend attend);
     void adapted_layer(const LinearOutput& output, Tensor inp, const NormWeights& n, const LinearWeights& w,
                        const AdapterWeights& adapters, const AdapterTiles& tiles, bool batch_invariant);
     void add_adapter(Tensor y, Tensor inp, const AdapterWeights& w);
@@ -363,6 +366,7 @@ class Engine {
         return sampling_row(p.sampling.value_or(options.sampling), options.sampled_vocab, p.slot, !p.mask.empty());
     }
     void check_prompt(const Prompt& prompt) const;
+    void upload_retired();
     void upload_batch(bool with_tokens);
     void upload_slots(const std::vector<const Prompt*>& prompts);
     void score_prompts(const std::vector<PromptChunk>& chunks, const Tensor& hidden);
@@ -400,6 +404,7 @@ class Engine {
     Tensor gate, linear_att;                        // gated_linear: [N, NKV] fp32, att before the head norm
     Tensor low_rank, pre_activation;                // adapters: fp32, [N, outputs of fc]
     Tensor tile_rows, tile_adapters, row_adapters;  // AdapterTiles of N rows
+    Tensor unscaled, squares;                       // RMSNorms of small batches in bf16 on a GPU: UnscaledRows
     Tensor unnormed;                                // norms after attention and the MLP: [N, C], what they read
     Tensor past_s, past_z;                          // [slots, NKV, HS, HS], [slots, NKV, HS]: a layer's states
     Tensor scratch, attention_scratch, decode_scratch, step_scratch;  // bytes

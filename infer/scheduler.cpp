@@ -216,15 +216,15 @@ Prompt Scheduler::prompt_of(size_t slot, int64_t begin, int64_t end) const {
 // token than sequences for their next one. (A prompt of 2,000 tokens takes LLaMA 1B 7.5 ms on an H100.) A joint pass
 // has rows for the sequences, too.
 int64_t Scheduler::chunk_size() const {
-    const int64_t joining = engine.most_joining();
-    const bool joint = engine.joins_at_all() && joining > 0;
-    const int64_t most = std::min(engine.options.prompt_tokens, joint ? joining : INT64_MAX);
-    if (chunk_tokens) return std::min(chunk_tokens, most);
     int64_t generating = 0, computing = 0;
     for (const Running& s : running) {
         generating += s.request && !s.computing && !s.suspended;
         computing += s.request && s.computing && s.like < 0;
     }
+    const int64_t joining = engine.most_joining();
+    const bool joint = engine.joins_at_all() && joining > 0 && generating > 0;
+    const int64_t most = std::min(engine.options.prompt_tokens, joint ? joining : INT64_MAX);
+    if (chunk_tokens) return std::min(chunk_tokens, most);
     int64_t tokens = Engine::prompt_chunk_tokens();
     if (generating > 0) {
         const int64_t chunks = std::clamp<int64_t>(computing / generating, 1, MOST_CHUNKS_AT_ONCE);

@@ -178,13 +178,80 @@ TEST_P(Linear, SmallBatch) {
             }
 }
 
+// Matrices whose rows are too long for the blocks of a cluster, or which have too many: on Hopper GPUs a kernel that
+// streams them, one to eight blocks a tile, with sums in a place of their own and in that of the weights. Outputs that
+// do not fill a tile, rows that do not fill a stage.
+TEST_P(Linear, LargeMatrices) {
+    for (const int64_t N : {3, 9, 33, 64}) {
+        check({N, 4096, 96, NormKind::None, Activation::SwiGLU, true}, activation());
+        check({N, 3144, 144, NormKind::None, Activation::GELU, true}, activation());
+        check({N, 8192, 48, NormKind::None, Activation::None, true, true, 8}, activation());
+        check({N, 4608, 176, NormKind::RMSNorm, Activation::SwiGLU}, activation());
+    }
+    check({20, 72, 16896, NormKind::None, Activation::SwiGLU, true}, activation());
+    check({17, 200, 25616, NormKind::LayerNorm, Activation::ReLU2}, activation());
+    check({5, 8, 33776, NormKind::None, Activation::None, false, true}, activation());
+}
+
+// Two layers with an RMSNorm between them, as linear_unscaled() takes them: x + inp·W1ᵀ, then f(norm(…)·W2ᵀ). packing:
+// of W1 and W2, or null.
+void check_unscaled(int64_t N, int64_t C, int64_t middle, int64_t OC, Activation f, const Packing* packing) {
+    SCOPED_TRACE(str("N ", N, " C ", C, " middle ", middle, " OC ", OC, " f ", int(f), packing ? " packed" : ""));
+    const DType T = DType::BF16;
+    const Case first{N, C, middle, NormKind::None, Activation::None, true, true},
+        second{N, middle, OC, NormKind::RMSNorm, f, true};
+    const Arrays a(first, T), b(second, T);
+    std::unique_ptr<HostPacked> host[2];
+    std::unique_ptr<DevicePacked> packed[2];
+    LinearWeights weights[2] = {a.weights(first), b.weights(second)};
+    std::vector<double> decoded[2] = {a.weight.values(), b.weight.values()};
+    for (int i = 0; packing && i < 2; i++) {
+        const Case& c = i ? second : first;
+        host[i] = std::make_unique<HostPacked>(*packing, decoded[i], c.OC, c.C);
+        packed[i] = std::make_unique<DevicePacked>(*host[i]);
+        weights[i].weight = {};
+        weights[i].packed = &*packed[i];
+        decoded[i] = host[i]->decoded();
+    }
+    const TestArray x = TestArray::poisoned(T, {N, middle}), rows = TestArray::poisoned(T, {N, middle}),
+                    squares = TestArray::poisoned({unscaled_sums(middle), UNSCALED_MAX_ROWS}),
+                    out = TestArray::poisoned(T, {N, b.columns});
+    const UnscaledRows between{rows, squares, 1e-5f};
+    ASSERT_TRUE(linear_takes_unscaled(N, weights[1], T));
+    ASSERT_TRUE(
+        linear_unscaled({x, Activation::None, a.residual}, {a.inp}, weights[0], between, b.norm_weight, stream()));
+    ASSERT_TRUE(linear_unscaled({out, f}, between, weights[1], {}, {}, stream()));
+    synchronize(stream());
+    const reference::Values ref_x =
+        oracle(first, a.inp.values(), decoded[0], a.bias.values(), a.residual.values(), {}, {}, 0);
+    expect_close("x", x.fetch(), ref_x.value, ref_x.mag, C, middle, T, packing ? 4 : 3);
+    const reference::Values ref = oracle(second, x.fetch(), decoded[1], b.bias.values(), {}, b.norm_weight.values(),
+                                         b.norm_bias.values(), double(1e-5f));
+    expect_close("out", out.fetch(), ref.value, ref.mag, middle, b.columns, T, 4);
+}
+
+// Blocks that have the outputs of all rows and of eight; columns that do not fill a tile; more rows than 32.
+TEST_P(Linear, NormsBetweenLayers) {
+    if (activation() != DType::BF16) GTEST_SKIP() << "in bf16 only";
+    const TestArray weight = TestArray::random(DType::BF16, {4096, 4096}, 1);
+    if (!linear_takes_unscaled(64, {weight}, DType::BF16)) GTEST_SKIP() << "for Hopper GPUs";
+    for (const int64_t N : {9, 33, 64}) {
+        check_unscaled(N, 2048, 2048, 3072, Activation::None, nullptr);
+        check_unscaled(N, 3200, 2112, 2208, Activation::SwiGLU, nullptr);
+        for (const Packing& packing : ALL_PACKINGS) check_unscaled(N, 2048, 1088, 800, Activation::SwiGLU, &packing);
+    }
+    check_unscaled(3, 4096, 2064, 4096, Activation::GELU, nullptr);
+    check_unscaled(17, 256, 17024, 64, Activation::None, nullptr);
+}
+
 // A sequence's bits stay the same while others of the batch end, as long as the same kernel runs. In fp32 that is the
 // library, which does not promise it.
 TEST_P(Linear, SmallBatchRowsAreIndependent) {
     if (activation() == DType::F32) return;
     for (const Case& c : {Case{64, 768, 70, NormKind::LayerNorm, Activation::GELU, true},
                           Case{64, 768, 2304, NormKind::RMSNorm, Activation::None},
-                          Case{64, 3072, 52, NormKind::None, Activation::None, true, true}}) {
+                          Case{64, 3072, 52, NormKind::None, Activation::None, true, true},
+                          Case{64, 4096, 416, NormKind::RMSNorm, Activation::SwiGLU}}) {
         const Arrays a(c, activation());
         const TestArray together = TestArray::poisoned(activation(), {c.N, a.columns});
         a.run(c, together, activation());

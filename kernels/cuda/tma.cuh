@@ -4,6 +4,8 @@
 
 #include <cuda.h>
 
+#include <array>
+
 #include "kernels/cuda/heads.cuh"
 #include "kernels/cuda/mbarrier.cuh"
 #include "kernels/cuda/swizzled_tile.cuh"
@@ -19,8 +21,17 @@ __device__ __forceinline__ void tma_load(void* panel, const CUtensorMap* map, in
         : "memory");
 }
 
-// The same load to the same offset in the shared memory of each block of the cluster whose bit is set in `blocks`. In
-// each of them the mbarrier at the offset of b counts the bytes.
+// The same for a tensor of four dimensions.
+__device__ __forceinline__ void tma_load(void* panel, const CUtensorMap* map, const int (&at)[4], Mbarrier* b) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+        "[%6];" ::"r"(shared_address(panel)),
+        "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(shared_address(b))
+        : "memory");
+}
+
+// The load of three dimensions to the same offset in the shared memory of each block of the cluster whose bit is set in
+// `blocks`. In each of them the mbarrier at the offset of b counts the bytes.
 __device__ __forceinline__ void tma_load_multicast(void* panel, const CUtensorMap* map, int column, int head, int token,
                                                    Mbarrier* b, uint16_t blocks) {
     asm volatile(
@@ -106,28 +117,40 @@ inline auto tensor_map_encoder() {
     return function;
 }
 
+// A tensor of RANK dimensions, the innermost first, copied in boxes; strides in elements, from the second dimension on.
+template <typename T, size_t RANK>
+CUtensorMap encode_tensor_map(const char* op, const T* data, const std::array<int64_t, RANK>& shape,
+                              const std::array<int64_t, RANK - 1>& strides, const std::array<int, RANK>& box,
+                              CUtensorMapSwizzle swizzle) {
+    cuuint64_t lengths[RANK], bytes[RANK];
+    cuuint32_t boxes[RANK], steps[RANK];
+    for (size_t i = 0; i < RANK; i++) {
+        lengths[i] = cuuint64_t(std::max<int64_t>(1, shape[i]));
+        // The stride of a dimension of length 1 is never used, but must be a multiple of 16 bytes.
+        if (i > 0) bytes[i - 1] = cuuint64_t(lengths[i] > 1 ? strides[i - 1] * 2 : 16);
+        boxes[i] = cuuint32_t(box[i]);
+        steps[i] = 1;
+    }
+    constexpr CUtensorMapDataType type =
+        std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    CUtensorMap map;
+    const CUresult result = tensor_map_encoder()(&map, type, RANK, const_cast<T*>(data), lengths, bytes, boxes, steps,
+                                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    require(result == CUDA_SUCCESS, op, ": no tensor map for a tensor of ", RANK, " dimensions, ", shape[RANK - 1],
+            " x … x ", shape[0], " (CUDA driver error ", int(result), ")");
+    return map;
+}
+
 // A tensor [tokens, heads, HS], copied in boxes of `rows` tokens of one head (or of `box_heads` heads: the rows of the
 // tile are then the heads of one token after the other) and 64 columns (128-byte swizzle), 32 columns (64-byte swizzle:
 // vectors are permuted by bits 1 and 2 of the row) or 8 (one vector after the other).
 template <typename T>
 CUtensorMap make_tensor_map(const char* op, const Heads<T>& x, int64_t tokens, int64_t heads, int64_t HS, int rows,
                             int columns = PANEL_COLUMNS, int box_heads = 1) {
-    const cuuint64_t shape[3] = {cuuint64_t(HS), cuuint64_t(heads), cuuint64_t(std::max<int64_t>(1, tokens))};
-    // The stride of a dimension of length 1 is never used, but must be a multiple of 16 bytes.
-    const auto bytes = [](int64_t stride, int64_t length) { return cuuint64_t(length > 1 ? stride * 2 : 16); };
-    const cuuint64_t strides[2] = {bytes(x.head_stride, heads), bytes(x.token_stride, tokens)};
-    const cuuint32_t box[3] = {cuuint32_t(columns), cuuint32_t(box_heads), cuuint32_t(rows)}, steps[3] = {1, 1, 1};
-    constexpr CUtensorMapDataType type = std::is_same_v<std::remove_const_t<T>, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     const CUtensorMapSwizzle swizzle = columns == PANEL_COLUMNS ? CU_TENSOR_MAP_SWIZZLE_128B
                                        : columns == 8           ? CU_TENSOR_MAP_SWIZZLE_NONE
                                                                 : CU_TENSOR_MAP_SWIZZLE_64B;
-    CUtensorMap map;
-    void* const data = const_cast<std::remove_const_t<T>*>(x.data);
-    const CUresult result =
-        tensor_map_encoder()(&map, type, 3, data, shape, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    require(result == CUDA_SUCCESS, op, ": no tensor map for ", tokens, " tokens of ", heads, " heads of ", HS,
-            " columns (CUDA driver error ", int(result), ")");
-    return map;
+    return encode_tensor_map<std::remove_const_t<T>, 3>(
+        op, x.data, {HS, heads, tokens}, {x.head_stride, x.token_stride}, {columns, box_heads, rows}, swizzle);
 }

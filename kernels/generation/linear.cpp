@@ -232,3 +232,12 @@ void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const
         packed_linear(y, x, *weights.packed, weights.bias, residual, linear_packed_scratch(scratch, z, DType::F32));
     if (activation != Activation::None) activation_forward(activation, out, y, stream);
 }
+
+bool linear_takes_unscaled(int64_t, const LinearWeights&, DType) {
+    return false;
+}
+
+bool linear_unscaled(const LinearOutput&, const UnscaledRows&, const LinearWeights&, const UnscaledRows&, Tensor,
+                     Stream) {
+    return false;
+}

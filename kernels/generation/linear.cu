@@ -55,7 +55,7 @@ bool launch_own_kernel(const LinearParams<T>& p, bool batch_invariant, Stream st
     if ((few || batch_invariant) && linear_gemv(OP, p, stream)) return true;
     if constexpr (sizeof(T) == 2) {
 #ifdef HAVE_SM90A
-        if (linear_small_batch_hopper(OP, p, stream)) return true;
+        if (linear_small_batch_hopper(OP, p, stream) || linear_dense_hopper(OP, p, {}, stream)) return true;
 #endif
         return linear_small_batch(OP, p, stream);
     }
@@ -66,12 +66,13 @@ bool launch_own_kernel(const LinearParams<T>& p, bool batch_invariant, Stream st
 template <typename T>
 bool launch_packed_kernel(const LinearParams<T>& p, const LinearWeights& weights, bool batch_invariant, Stream stream) {
     if constexpr (sizeof(T) == 2) {
-        if (p.N <= LINEAR_SMALL_N || batch_invariant)
+        const int64_t few = weights.packed ? linear_gemv_rows(dtype_of<T>()) : LINEAR_SMALL_N;
+        if (p.N <= few || batch_invariant)
             return weights.packed ? linear_packed_gemv(OP, p, *weights.packed, stream)
                                   : linear_nf4_gemv(OP, p, *weights.nf4, stream);
         if (!weights.packed || p.norm_weight) return false;
 #ifdef HAVE_SM90A
-        if (linear_packed_hopper(OP, p, *weights.packed, stream)) return true;
+        if (linear_packed_hopper(OP, p, {}, *weights.packed, stream)) return true;
 #endif
         return linear_packed_small_batch(OP, p, *weights.packed, stream);
     }
@@ -81,16 +82,20 @@ bool launch_packed_kernel(const LinearParams<T>& p, const LinearWeights& weights
 // Weights in T.
 void linear_in_dtype(const LinearSizes& z, const LinearOutput& output, const Tensor& inp, const InputNorm& norm,
                      const LinearWeights& weights, const Tensor& scratch, bool batch_invariant, Stream stream) {
-    bool done = false;
-    dispatch_dtype(OP, inp.dtype, [&](auto zero) {
-        const auto p = make_params<decltype(zero)>(z, output, inp, norm, weights);
-        done = launch_own_kernel(p, batch_invariant, stream);
-    });
-    if (done) return;
+    const auto launched = [&](const Tensor& rows, const InputNorm& before) {
+        bool done = false;
+        dispatch_dtype(OP, rows.dtype, [&](auto zero) {
+            const auto p = make_params<decltype(zero)>(z, output, rows, before, weights);
+            done = launch_own_kernel(p, batch_invariant, stream);
+        });
+        return done;
+    };
+    if (launched(inp, norm)) return;
     const Tensor &out = output.out, &weight = weights.weight, &bias = weights.bias;
     const Activation activation = output.activation;
     Tensor residual = output.residual;
     const Tensor x = norm.weight ? linear_normed(scratch, z, inp, norm, stream) : inp;
+    if (norm.weight && launched(x, {})) return;
     if (activation != Activation::None)
         return matmul_forward_activation(activation, out, linear_pre_activation(scratch, z, inp), x, weight, bias,
                                          stream);
@@ -190,7 +195,7 @@ void linear_packed(const LinearSizes& z, const LinearOutput& output, const Tenso
 }  // namespace
 
 // Hopper's tensor cores multiply more rows in the time that reading the weights takes: a matmul of LLaMA 1B takes 26 µs
-// in the mean as a GEMV of 2 rows, 38 of 4, 51 of 8, and 17 with 64 rows otherwise (H200).
+// in the mean as a GEMV of 2 rows, 38 of 4, 51 of 8, and 17 with 64 rows otherwise (H200). Packed weights likewise.
 int64_t linear_gemv_rows(DType dtype) {
     return dtype_size(dtype) == 2 && is_hopper() ? 2 : LINEAR_SMALL_N;
 }
@@ -235,4 +240,48 @@ bool linear_with_adapters(const LinearOutput& output, Tensor inp, const LinearWe
     });
 #endif
     return done;
+}
+
+bool linear_takes_unscaled([[maybe_unused]] int64_t N, [[maybe_unused]] const LinearWeights& weights,
+                           [[maybe_unused]] DType dtype) {
+#ifdef HAVE_SM90A
+    if (!is_hopper() || dtype != DType::BF16 || N <= linear_gemv_rows(dtype) || N > UNSCALED_MAX_ROWS || weights.nf4)
+        return false;
+    if (weights.packed) return true;
+    const int64_t C = weights.weight.shape[1], OC = weights.weight.shape[0];
+    return dense_hopper_takes(C, OC) && !small_batch_hopper_takes(C, OC, true) && rows_aligned({weights.weight});
+#else
+    return false;
+#endif
+}
+
+bool linear_unscaled(const LinearOutput& output, const UnscaledRows& inp, const LinearWeights& weights,
+                     const UnscaledRows& next, Tensor next_weight, [[maybe_unused]] Stream stream) {
+    const char* op = "linear_unscaled";
+    const LinearSizes z = check_linear(op, DType::BF16, output, inp.rows, {}, weights);
+    const auto check_squares = [&](const char* name, const Tensor& squares, int64_t C) {
+        check_tensor(op, name, squares, DType::F32, {unscaled_sums(C), UNSCALED_MAX_ROWS});
+    };
+    if (inp.squares) check_squares("inp.squares", inp.squares, z.C);
+    if (next.rows) {
+        require(output.activation == Activation::None, op,
+                ": rows of a norm are made of outputs without an activation");
+        check_tensor(op, "next.rows", next.rows, DType::BF16, {z.N, z.columns});
+        check_squares("next.squares", next.squares, z.columns);
+        check_tensor(op, "next_weight", next_weight, DType::F32, {z.columns});
+    }
+#ifdef HAVE_SM90A
+    if (z.N == 0 || z.N > UNSCALED_MAX_ROWS || weights.nf4) return false;
+    auto p = make_params<bf16>(z, output, inp.rows, {}, weights);
+    p.eps = inp.eps;
+    UnscaledParams<bf16> unscaled{};
+    unscaled.squares = inp.squares.as<float>();
+    if (next.rows) unscaled.next_rows = next.rows.as<bf16>();
+    unscaled.next_squares = next.squares.as<float>();
+    unscaled.next_weight = next_weight.as<float>();
+    return weights.packed ? linear_packed_hopper(op, p, unscaled, *weights.packed, stream)
+                          : linear_dense_hopper(op, p, unscaled, stream);
+#else
+    return false;
+#endif
 }

@@ -21,6 +21,16 @@ struct LinearParams {
     Activation activation;
 };
 
+// UnscaledRows of a layer: sums of squares of inp's rows, whose eps is LinearParams'; rows and squares to make, and the
+// weight of their norm. Null where the layer has none.
+template <typename T>
+struct UnscaledParams {
+    const float* squares;
+    T* next_rows;
+    float* next_squares;
+    const float* next_weight;
+};
+
 constexpr int SMALL_BATCH_MAX_N = 64;
 
 // GEMV (linear_gemv.cu): reads the weights once for up to 8 rows of inp. False where a row is too long for shared
@@ -42,7 +52,8 @@ bool linear_packed_small_batch(const char* op, const LinearParams<T>& p, const s
 
 // The same by TMA and wgmma, on Hopper GPUs (linear_packed_hopper.cu).
 template <typename T>
-bool linear_packed_hopper(const char* op, const LinearParams<T>& p, const struct PackedWeight& weight, Stream stream);
+bool linear_packed_hopper(const char* op, const LinearParams<T>& p, const UnscaledParams<T>& unscaled,
+                          const struct PackedWeight& weight, Stream stream);
 
 // Small-batch GEMM of 16-bit elements, up to 64 rows of inp, by mma.sync (linear_small_batch.cu).
 template <typename T>
@@ -51,6 +62,14 @@ bool linear_small_batch(const char* op, const LinearParams<T>& p, Stream stream)
 // The same by TMA and wgmma in clusters, on Hopper GPUs (linear_hopper.cu). Builds that have it define HAVE_SM90A.
 template <typename T>
 bool linear_small_batch_hopper(const char* op, const LinearParams<T>& p, Stream stream);
+// Whether it takes a matrix of this size.
+bool small_batch_hopper_takes(int64_t C, int64_t OC, bool has_norm);
+
+// The same for larger matrices, without a norm, OC a multiple of 16 (linear_dense_hopper.cu).
+template <typename T>
+bool linear_dense_hopper(const char* op, const LinearParams<T>& p, const UnscaledParams<T>& unscaled, Stream stream);
+// Whether it takes a matrix of this size.
+bool dense_hopper_takes(int64_t C, int64_t OC);
 
 // The adapters of a linear layer whose rows use several (lora_rows.h).
 template <typename T>

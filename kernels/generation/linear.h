@@ -10,8 +10,8 @@
 // every sum over c has the same order for all N: a row's result does not depend on the batch, bit for bit. On CUDA that
 // holds for N ≤ LINEAR_SMALL_N (2 on Hopper in 16 bits), and for all N with `batch_invariant`: a GEMV kernel reads the
 // weights once for 8 rows (fewer where rows are too long for shared memory). Small-batch GEMM kernels take up to 64
-// rows of 16-bit elements where the matrix is small enough to be read in the time of a launch or two. Otherwise
-// matmul.h multiplies, and the library chooses the order of sums.
+// rows of 16-bit elements: on Hopper all matrices but those of heads, elsewhere those that are read in the time of a
+// launch or two. Otherwise matmul.h multiplies, and the library chooses the order of sums.
 //
 // T is the dtype of inp, weight, bias, residual and out: fp32; on CUDA also bf16 and fp16. Norm weights and sums are
 // fp32; x is rounded to T, and so is y where matmul.h computes it.
@@ -55,3 +55,27 @@ void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const
 int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packed = false);
 // The same for NF4 weights.
 int64_t linear_nf4_scratch(int64_t N, int64_t C, int64_t OC, DType dtype);
+
+// Rows between a residual and the RMSNorm before a layer, in a form that needs no pass of its own over them: the layer
+// that makes the residual x also writes x∘w, w being the norm's weight, and sums of squares; the layer behind the norm
+// multiplies x∘w by its weights and its sums by the norm's scale:
+//
+//   y[n, o] = (Σ_c (x∘w)[n, c]·weight[o, c])·(Σ_c x[n, c]²/C + eps)^(−1/2) + bias[o]
+//
+// x∘w is rounded to T, where otherwise the norm's result is.
+struct UnscaledRows {
+    Tensor rows;          // [N, C]: x∘w; without squares: a layer's input
+    Tensor squares = {};  // [unscaled_sums(C), UNSCALED_MAX_ROWS] fp32: Σ x[n, c]² of UNSCALED_COLUMNS columns each
+    float eps = 0;
+};
+constexpr int64_t UNSCALED_COLUMNS = 128, UNSCALED_MAX_ROWS = 64;
+constexpr int64_t unscaled_sums(int64_t C) {
+    return (C + UNSCALED_COLUMNS - 1) / UNSCALED_COLUMNS;
+}
+
+// Whether linear_unscaled() multiplies N rows behind an RMSNorm by these weights, and linear() would not be faster.
+bool linear_takes_unscaled(int64_t N, const LinearWeights& weights, DType dtype);
+// A layer that reads or makes such rows, or both: x of `next` is out, which has no activation then. next_weight: that
+// norm's [C] fp32. On Hopper GPUs, up to 64 rows in bf16; false where that is not supported.
+bool linear_unscaled(const LinearOutput& output, const UnscaledRows& inp, const LinearWeights& weights,
+                     const UnscaledRows& next, Tensor next_weight, Stream stream);

@@ -16,8 +16,9 @@ inline int64_t linear_outputs(const LinearWeights& w) {
     return w.nf4 ? w.nf4->rows : w.weight.shape[0];
 }
 
+// All but the scratch.
 inline LinearSizes check_linear(const char* op, DType dtype, const LinearOutput& output, const Tensor& inp,
-                                const InputNorm& norm, const LinearWeights& weights, const Tensor& scratch) {
+                                const InputNorm& norm, const LinearWeights& weights) {
     const auto& [out, activation, residual] = output;
     const Tensor &weight = weights.weight, &bias = weights.bias;
     require(!weights.lora.a, op, ": weights with adapters; merge the adapters first");
@@ -41,6 +42,12 @@ inline LinearSizes check_linear(const char* op, DType dtype, const LinearOutput&
     check_matrix(op, "residual", residual, z.N, z.columns, Given::Optional, dtype);
     check_tensor(op, "norm.weight", norm.weight, DType::F32, {z.C}, Given::Optional);
     check_tensor(op, "norm.bias", norm.bias, DType::F32, {z.C}, Given::Optional);
+    return z;
+}
+
+inline LinearSizes check_linear(const char* op, DType dtype, const LinearOutput& output, const Tensor& inp,
+                                const InputNorm& norm, const LinearWeights& weights, const Tensor& scratch) {
+    const LinearSizes z = check_linear(op, dtype, output, inp, norm, weights);
     check_scratch(op, scratch,
                   weights.nf4 ? linear_nf4_scratch(z.N, z.C, z.OC, dtype)
                               : linear_scratch(z.N, z.C, z.OC, dtype, weights.packed));

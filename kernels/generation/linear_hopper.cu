@@ -278,12 +278,17 @@ ClusterShape cluster_shape(int64_t C, int64_t OC, bool has_norm) {
 
 }  // namespace
 
+bool small_batch_hopper_takes(int64_t C, int64_t OC, bool has_norm) {
+    if (!is_hopper() || C == 0 || C % W != 0) return false;
+    const ClusterShape shape = cluster_shape(C, OC, has_norm);
+    // With far more blocks than run at once, a second wave costs more than other kernels.
+    return shape.blocks > 0 && 2 * num_blocks(shape, OC) <= 3 * num_sms();
+}
+
 template <typename T>
 bool linear_small_batch_hopper(const char* op, const LinearParams<T>& p, Stream stream) {
-    if (!is_hopper() || !p.aligned || p.N > BLOCK_N || p.C == 0 || p.C % W != 0) return false;
+    if (!small_batch_hopper_takes(p.C, p.OC, p.norm_weight) || !p.aligned || p.N > BLOCK_N) return false;
     const ClusterShape shape = cluster_shape(p.C, p.OC, p.norm_weight);
-    // With far more blocks than run at once, a second wave costs more than the library's GEMM.
-    if (shape.blocks == 0 || 2 * num_blocks(shape, p.OC) > 3 * num_sms()) return false;
     const int bytes = Tiles::bytes(shape);
     const auto kernel = cluster_kernel<T>;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);

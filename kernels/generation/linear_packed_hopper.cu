@@ -1,29 +1,20 @@
-// Small-batch GEMM of packed weights on Hopper GPUs: 9 to 64 rows of inp, 16-bit elements, TMA and wgmma. It computes
-// outᵀ = weight · inpᵀ. The weights are operand A of wgmma, from registers, so that converted weights never pass
-// through shared memory; inp is operand B, as TMA brings it.
+// Small-batch GEMM of packed weights on Hopper GPUs: 9 to 64 rows of inp, 16-bit elements. The kernel is the one of
+// linear_tile_hopper.cuh; here are its weights: operand A of wgmma from registers, so that converted weights never pass
+// through shared memory.
 //
-// A block multiplies 128 rows of weight (with SwiGLU 64 of gate and their 64 of up) by all rows of inp, 64 in each of
-// two warpgroups. One more warp loads: a ring of stages, each of 128 bytes of codes of these rows and the columns of
-// inp that belong to them. It starts with weights before the previous kernel has ended (pdl.cuh). A lane loads two
-// neighbouring codes at a time, those of a register of wgmma's fragment of A, and converts them (packed_codes.cuh).
-// With fp8 it converts a group of 32 columns while wgmma multiplies the group before, that of the stage before too.
-// With Int8 and Int4 a group has sums of its own, which are added with its scale; other warpgroups of the SM multiply
-// meanwhile.
-//
-// Two blocks share an SM, and so does the beginning of the next kernel. Where there are fewer tiles of rows than such
-// blocks, a cluster of up to eight divides the columns (linear_packed_tile.cuh). Where a block has at most two stages
-// of fp8, the sums have a place of their own, and no block waits until all have read their stages.
-//
-// A row's sums have one order, which follows from C and OC alone.
+// A lane loads two neighbouring codes at a time, those of a register of wgmma's fragment of A, and converts them
+// (packed_codes.cuh). With fp8 it converts a group of 32 columns while wgmma multiplies the group before, that of the
+// stage before too. With Int8 and Int4 a group has sums of its own, which are added with its scale; other warpgroups of
+// the SM multiply meanwhile.
 //
 //                                fp8      int8     int4
 //   columns of a stage           128      128      256
 //   stage, KiB                   32       34       50       codes 16, inp 16 or 32, scales 2
 //   stages                       3        3        2
 //   shared memory of an SM, KiB  194      206      202      two blocks, each with 1 KiB for alignment
-//   registers                    74       95       92       (bf16; no spills)
+//   registers                    79       96       96       (bf16; int8: 24 bytes of stack)
 //
-// (64 rows of inp; 288 threads; sm_90a, CUDA 13.0. Up to 32 rows: stages of 24, 26 and 34 KiB, at most 67 registers.)
+// (64 rows of inp; 288 threads; sm_90a, CUDA 13.0. Up to 32 rows: stages of 24, 26 and 34 KiB, at most 77 registers.)
 //
 // H100, floors of an SM for a stage of fp8 (16 KiB of codes, 64 rows of inp), of 1,270 cycles at 1.755 GHz:
 //
@@ -39,19 +30,14 @@
 //
 // LLaMA 1B, 64 sequences, fp8: q, k and v 24 tiles, clusters of 8, 192 blocks; proj and down 16 tiles, clusters of 8;
 // gate and up 128 tiles, clusters of 2, 256 blocks of the 264 that run at once; the head 1,002 blocks.
-#include "kernels/cuda/pdl.cuh"
-#include "kernels/cuda/tma.cuh"
-#include "kernels/cuda/wgmma.cuh"
 #include "kernels/generation/linear_packed_tile.cuh"
+#include "kernels/generation/linear_tile_hopper.cuh"
 
 namespace {
 
-using namespace packed_tile;
+using namespace linear_tile;
 
-constexpr int BLOCK_THREADS = THREADS + WARP;  // and one warp, of which a thread loads
-constexpr int RESIDENT = 2;                    // blocks on an SM
-constexpr int SCALE_COLUMNS = 8;               // fp16 scales of a row in a stage: 16 bytes, the least that TMA copies
-constexpr int MAX_BYTES = 113 << 10;           // of dynamic shared memory, beside some mbarriers: half of 228 KiB − 1
+constexpr int SCALE_COLUMNS = 8;  // fp16 scales of a row in a stage: 16 bytes, the least that TMA copies
 
 // Offsets of a stage's parts in bytes, for up to 8·NT rows of inp.
 template <Packing P, int NT_>
@@ -62,38 +48,10 @@ struct Tile {
     static constexpr int PANELS = COLUMNS / PANEL_COLUMNS, INP = ROWS * PANEL_ROW_BYTES;
     static constexpr int SCALES = INP + PANELS * BATCH * PANEL_ROW_BYTES;
     static constexpr int SCALE_BYTES = ROW_SCALES ? 0 : ROWS * SCALE_COLUMNS * 2;
-    static constexpr int STAGE_BYTES = SCALES + SCALE_BYTES;
-    static constexpr int STAGES = (MAX_BYTES - SWIZZLE_ALIGNMENT - 128) / STAGE_BYTES;
+    static constexpr int STAGE_BYTES = SCALES + SCALE_BYTES, STAGES = stages_of(STAGE_BYTES);
+    static constexpr int LOAD_BYTES = INP + SCALE_BYTES;
     static_assert(STAGE_BYTES % SWIZZLE_ALIGNMENT == 0);
 };
-
-// The codes and the scales are loaded as 16-bit elements, which TMA does not look at.
-struct Maps {
-    CUtensorMap codes, scales, inp;
-};
-
-template <typename Tile, typename T>
-__device__ __forceinline__ void load_weights(unsigned char* stage, const PackedParams<T>& p, const Maps& maps,
-                                             int first_output, int k, Mbarrier* full) {
-    const int inp_bytes = Tile::PANELS * ((p.N + 7) / 8 * 8) * PANEL_ROW_BYTES;
-    mbarrier_arrive_expect_tx(full, Tile::INP + Tile::SCALE_BYTES + inp_bytes);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = int(weight_row(p, first_output, half * HALF));
-        tma_load(stage + half * Tile::INP / 2, &maps.codes, k * PANEL_COLUMNS, 0, row, full);
-        if constexpr (!Tile::ROW_SCALES)
-            tma_load(stage + Tile::SCALES + half * Tile::SCALE_BYTES / 2, &maps.scales,
-                     k * Tile::GROUPS / SCALE_COLUMNS * SCALE_COLUMNS, 0, row, full);
-    }
-}
-
-template <typename Tile>
-__device__ __forceinline__ void load_inp(unsigned char* stage, const Maps& maps, int k, Mbarrier* full) {
-#pragma unroll
-    for (int panel = 0; panel < Tile::PANELS; panel++)
-        tma_load(stage + Tile::INP + panel * Tile::BATCH * PANEL_ROW_BYTES, &maps.inp,
-                 k * Tile::COLUMNS + panel * PANEL_COLUMNS, 0, 0, full);
-}
 
 // The lane's codes of a group as fragments of A, [k16][register]. lane: the address of its first two in vector 0 of the
 // first of its rows; a row's vectors of 16 bytes are swizzled. between: how much further its second row is. Int4 has
@@ -194,101 +152,65 @@ __device__ __forceinline__ void multiply(float (&sum)[Tile::NT][4], const unsign
     }
 }
 
-// Waits for the threads of all blocks of the cluster. The barrier need not order their accesses to stages: wgmma has
-// ended by then, and the codes that were loaded are in registers.
-template <typename T>
-__device__ __forceinline__ void meet(const PackedParams<T>& p) {
-    if (p.log_blocks > 0) {
-        cluster_arrive();
-        cluster_wait();
-    } else
-        __syncthreads();
-}
+template <Packing P, int NT_, typename T>
+struct Codes : Tile<P, NT_> {
+    using Shape = Tile<P, NT_>;
+    using Params = PackedParams<T>;
 
-// sums_at: where the sums of a cluster's blocks begin, in bytes after the stages; 0: in the place of stages, as one
-// block's.
-template <Packing P, typename Tile, typename T>
-__global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT)
-    packed_wgmma_kernel(const PackedParams<T> p, const __grid_constant__ Maps maps, int sums_at) {
-    extern __shared__ unsigned char dynamic[];
-    __shared__ MbarrierRing<Tile::STAGES> ring;
-    __shared__ Mbarrier arrived;
-    pdl_launch_dependents();
-    unsigned char* const stages =
-        dynamic + (SWIZZLE_ALIGNMENT - shared_address(dynamic) % SWIZZLE_ALIGNMENT) % SWIZZLE_ALIGNMENT;
-    const int log = p.log_blocks, rank = int(blockIdx.x) & ((1 << log) - 1);
-    const int first_output = int(blockIdx.x) >> log << log_outputs(p);
-    // This block's stages of all those of a row.
-    const int of_row = int((p.C + Tile::COLUMNS - 1) / Tile::COLUMNS), begin = of_row * rank >> log;
-    const int count = (of_row * (rank + 1) >> log) - begin;
-    const bool loads = threadIdx.x == THREADS, multiplies = uniform(int(threadIdx.x) / WARP) < WARPS;
-    const Sums<Tile::NT> sums(rank, log, p.N, stages + sums_at, &arrived);
-    if (loads) {
-        ring.init(WARPS);
-        sums.expect();
-#pragma unroll 1
-        for (int i = 0; i < min(count, Tile::STAGES); i++)
-            load_weights<Tile>(stages + i * Tile::STAGE_BYTES, p, maps, first_output, begin + i, &ring.full[i]);
-        tma_prefetch_descriptor(&maps.inp);
-    }
-    int rows[2];
-    set_rows(rows, p);
-    const TileOutputs<P, T> outputs(p, first_output, rows);
-    meet(p);
-    pdl_wait();
-    RingPosition<Tile::STAGES> at;
-    if (loads)
-#pragma unroll 1
-        for (int i = 0; i < count; i++, at.advance()) {
-            unsigned char* const stage = stages + at.stage * Tile::STAGE_BYTES;
-            ring.wait_empty(at);
-            if (i >= Tile::STAGES) load_weights<Tile>(stage, p, maps, first_output, begin + i, &ring.full[at.stage]);
-            load_inp<Tile>(stage, maps, begin + i, &ring.full[at.stage]);
+    // The codes and the scales are loaded as 16-bit elements, which TMA does not look at.
+    static __device__ __forceinline__ void load(unsigned char* stage, const Params& p, const Maps& maps,
+                                                int first_output, int k, Mbarrier* full) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = int(weight_row(p, first_output, half * HALF));
+            tma_load(stage + half * Shape::INP / 2, &maps.weights, k * PANEL_COLUMNS, 0, row, full);
+            if constexpr (!Shape::ROW_SCALES)
+                tma_load(stage + Shape::SCALES + half * Shape::SCALE_BYTES / 2, &maps.scales,
+                         k * Shape::GROUPS / SCALE_COLUMNS * SCALE_COLUMNS, 0, row, full);
         }
-    float sum[Tile::NT][4] = {};
-    if (multiplies) multiply<P, Tile, T>(sum, stages, ring, begin, count, rows);
-    float residual[4] = {};
-    if (multiplies) outputs.load_residual(residual, p, sums.first);
-    if (sums_at == 0) meet(p);  // all stages have been read
-    if (multiplies) outputs.store(p, sums, sum, residual);
-}
+    }
+    static __device__ __forceinline__ void multiply(float (&sum)[NT_][4], const unsigned char* stages,
+                                                    MbarrierRing<Shape::STAGES>& ring, int begin, int count,
+                                                    const int (&rows)[2]) {
+        ::multiply<P, Shape, T>(sum, stages, ring, begin, count, rows);
+    }
+    static __device__ __forceinline__ TileOutputs<T> outputs(const Params& p, int first_output, const int (&rows)[2]) {
+        return packed_outputs<P>(p, first_output, rows);
+    }
+};
 
 template <Packing P, int NT, typename T>
-void launch_tiles(const char* op, const LinearParams<T>& layer, const PackedWeight& weight, Stream stream) {
-    using Shape = Tile<P, NT>;
-    const PackedParams<T> p = packed_params(layer, weight, Shape::COLUMNS, RESIDENT);
+void launch_codes(const char* op, const LinearParams<T>& layer, const UnscaledParams<T>& unscaled,
+                  const PackedWeight& weight, Stream stream) {
+    using Weights = Codes<P, NT, T>;
+    const PackedParams<T> p = packed_params(layer, unscaled, weight, Weights::COLUMNS, RESIDENT);
     const auto of_16_bits = [&](int64_t first_byte, int64_t columns, int box) {
         const auto* const data = reinterpret_cast<const fp16*>(p.rows + first_byte);
         return make_tensor_map(op, Heads<const fp16>{data, p.row_bytes / 2, 0}, p.OC, 1, columns, HALF, box);
     };
     Maps maps{};
-    maps.codes = of_16_bits(0, p.code_bytes / 2, PANEL_COLUMNS);
-    if (!Shape::ROW_SCALES) maps.scales = of_16_bits(p.code_bytes, p.C / PACKED_GROUP, SCALE_COLUMNS);
-    maps.inp = make_tensor_map(op, Heads<const T>{p.inp, p.inp_stride, 0}, p.N, 1, p.C, int(ceil_div(p.N, 8)) * 8);
-    const int64_t stages = std::min<int64_t>(ceil_div(ceil_div(p.C, Shape::COLUMNS), p.blocks()), Shape::STAGES);
-    const int ring_bytes = SWIZZLE_ALIGNMENT + int(stages) * Shape::STAGE_BYTES;
-    const bool apart = p.blocks() > 1 && ring_bytes + SUM_BYTES <= MAX_BYTES;
-    const int sums_at = apart ? int(stages) * Shape::STAGE_BYTES : 0;
-    const int bytes = std::max(ring_bytes, SWIZZLE_ALIGNMENT + sums_at + SUM_BYTES);
-    const auto kernel = packed_wgmma_kernel<P, Shape, T>;
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
-    launch_pdl_clusters(op, kernel, grid_of(p.tiles * p.blocks()), unsigned(p.blocks()), BLOCK_THREADS, size_t(bytes),
-                        stream, p, maps, sums_at);
+    maps.weights = of_16_bits(0, p.code_bytes / 2, PANEL_COLUMNS);
+    if (!Weights::ROW_SCALES) maps.scales = of_16_bits(p.code_bytes, p.C / PACKED_GROUP, SCALE_COLUMNS);
+    launch_tiles<Weights, T>(op, p, p, maps, stream);
 }
 
 }  // namespace
 
 template <typename T>
-bool linear_packed_hopper(const char* op, const LinearParams<T>& layer, const PackedWeight& weight, Stream stream) {
+bool linear_packed_hopper(const char* op, const LinearParams<T>& layer, const UnscaledParams<T>& unscaled,
+                          const PackedWeight& weight, Stream stream) {
     if (!is_hopper() || !layer.aligned || !rows_aligned({weight.rows}) || layer.N > SMALL_BATCH_MAX_N ||
         !can_pack(layer.C))
         return false;
     dispatch_packing(weight.packing, [&](auto packing) {
         constexpr Packing P = decltype(packing)::value;
-        layer.N <= 32 ? launch_tiles<P, 4>(op, layer, weight, stream) : launch_tiles<P, 8>(op, layer, weight, stream);
+        layer.N <= 32 ? launch_codes<P, 4>(op, layer, unscaled, weight, stream)
+                      : launch_codes<P, 8>(op, layer, unscaled, weight, stream);
     });
     return true;
 }
 
-template bool linear_packed_hopper(const char*, const LinearParams<bf16>&, const PackedWeight&, Stream);
-template bool linear_packed_hopper(const char*, const LinearParams<fp16>&, const PackedWeight&, Stream);
+template bool linear_packed_hopper(const char*, const LinearParams<bf16>&, const UnscaledParams<bf16>&,
+                                   const PackedWeight&, Stream);
+template bool linear_packed_hopper(const char*, const LinearParams<fp16>&, const UnscaledParams<fp16>&,
+                                   const PackedWeight&, Stream);

@@ -22,7 +22,7 @@
 
 namespace {
 
-using namespace packed_tile;
+using namespace linear_tile;
 
 constexpr int GROUPS = 4, COLUMNS = GROUPS * int(PACKED_GROUP), STAGES = 3;
 
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(THREADS, 1) packed_small_batch_kernel(const Pa
     for (int i = 0; i < min(STAGES - 1, count); i++) load_weights<P, Tile>(stage_of(i), p, first_output, column_of(i));
     int rows[2];
     set_rows(rows, p);
-    const TileOutputs<P, T> outputs(p, first_output, rows);
+    const TileOutputs<T> outputs = packed_outputs<P>(p, first_output, rows);
     const Sums<Tile::NT> sums(rank, log, p.N, shared, &arrived);
     if (threadIdx.x == 0) sums.expect();
     meet();
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(THREADS, 1) packed_small_batch_kernel(const Pa
     float residual[4] = {};
     outputs.load_residual(residual, p, sums.first);
     meet();  // all stages have been read
-    outputs.store(p, sums, sum, residual);
+    outputs.store(p, sums, sum, residual, nullptr);
 }
 
 template <Packing P, int NT, typename T>
@@ -182,7 +182,7 @@ bool linear_packed_small_batch(const char* op, const LinearParams<T>& layer, con
     if (!layer.aligned || !rows_aligned({weight.rows}) || layer.N > SMALL_BATCH_MAX_N || !can_pack(layer.C) ||
         Tile<Packing::Int8, 8>::BYTES > max_shared_bytes())
         return false;
-    const PackedParams<T> p = packed_params(layer, weight, COLUMNS, 1);
+    const PackedParams<T> p = packed_params(layer, {}, weight, COLUMNS, 1);
     if (4 * p.tiles < num_sms() && !has_pdl()) return false;  // no clusters, and most SMs would have no block
     dispatch_packing(weight.packing, [&](auto packing) {
         constexpr Packing P = decltype(packing)::value;

@@ -1,186 +1,35 @@
-// What the small-batch GEMMs of packed weights share (linear_packed_small_batch.cu, linear_packed_hopper.cu): tiles of
-// 128 rows of weight, clusters of blocks that divide the columns, and the way of the sums to out.
-//
-// A thread has sums of two rows of weight, with SwiGLU of a row of gate and of its row of up, so that no other thread's
-// are needed for an output. Where blocks divide the columns, each adds the sums of some rows of inp: the others write
-// theirs into its shared memory (st.async), and an mbarrier counts the bytes. No block waits for another after that.
+// Tiles of packed weights (linear_packed_small_batch.cu, linear_packed_hopper.cu).
 #pragma once
 
-#include "kernels/cuda/cluster.cuh"
-#include "kernels/cuda/mbarrier.cuh"
-#include "kernels/cuda/mlp_activation.cuh"
 #include "kernels/cuda/packed_codes.cuh"
-#include "kernels/generation/linear.cuh"
+#include "kernels/generation/linear_tile.cuh"
 
-namespace packed_tile {
-
-constexpr int WARPS = 8, THREADS = WARPS * WARP;   // that multiply and store
-constexpr int ROWS = 16 * WARPS, HALF = ROWS / 2;  // of weight: a tile's; with SwiGLU half of gate and half of up
-constexpr int MAX_CLUSTER = 8;
-constexpr int SUM_BYTES = MAX_CLUSTER * THREADS * int(sizeof(float4));  // of a block's Sums::slots
+namespace linear_tile {
 
 template <typename T>
-struct PackedParams : LinearParams<T> {
+struct PackedParams : TileParams<T> {
     const char* rows;
     int64_t row_bytes, code_bytes;
-    int64_t tiles;
-    int log_blocks;  // log₂ of those of a cluster
-
-    __host__ __device__ int blocks() const { return 1 << log_blocks; }
 };
 
-// log₂ of the blocks of a cluster: as many as run at once, `resident` on an SM, with a stage of their own at least.
-inline int log_cluster_blocks(int64_t tiles, int64_t stages, int resident) {
-    int log = 0;
-    while (has_pdl() && 2 << log <= MAX_CLUSTER && tiles << (log + 1) <= resident * num_sms() && 2 << log <= stages)
-        log++;
-    return log;
-}
-
 template <typename T>
-PackedParams<T> packed_params(const LinearParams<T>& layer, const PackedWeight& weight, int columns_of_stage,
-                              int resident) {
-    const int64_t tiles = ceil_div(layer.OC, ROWS);
-    return {layer,
-            static_cast<const char*>(weight.rows.data),
-            packed_row_bytes(weight.packing, layer.C),
-            packed_code_bytes(weight.packing, layer.C),
-            tiles,
-            log_cluster_blocks(tiles, ceil_div(layer.C, columns_of_stage), resident)};
+PackedParams<T> packed_params(const LinearParams<T>& layer, const UnscaledParams<T>& unscaled,
+                              const PackedWeight& weight, int columns_of_stage, int resident) {
+    return {tile_params(layer, unscaled, columns_of_stage, resident), static_cast<const char*>(weight.rows.data),
+            packed_row_bytes(weight.packing, layer.C), packed_code_bytes(weight.packing, layer.C)};
 }
 
-// log₂ of the outputs of a tile. The row of weight of its row r: with SwiGLU 64 rows of gate, then the same 64 of up.
-// Past the end, the last one.
-template <typename T>
-__device__ __forceinline__ int log_outputs(const PackedParams<T>& p) {
-    static_assert(ROWS == 128 && HALF == 64);
-    return is_gated(p.activation) ? 6 : 7;
-}
-template <typename T>
-__device__ __forceinline__ int64_t weight_row(const PackedParams<T>& p, int first_output, int r) {
-    const bool gated = is_gated(p.activation);
-    return min(int64_t(first_output) + (gated ? r % HALF : r), p.columns - 1) + (gated && r >= HALF ? p.columns : 0);
-}
-
-// The rows of the tile that are rows g and g + 8 of the warp's mma (mma.cuh), g being lane / 4.
-template <typename T>
-__device__ __forceinline__ void set_rows(int (&rows)[2], const PackedParams<T>& p) {
-    const int g = int(threadIdx.x) % WARP / 4, warp = int(threadIdx.x) / WARP;
-    const bool gated = is_gated(p.activation);
-    rows[0] = (gated ? 8 : 16) * warp + g;
-    rows[1] = rows[0] + (gated ? HALF : 8);
-}
-
-// The sums of a tile: of each eight rows of inp a thread has four, as in mma.cuh. The blocks of the cluster, of which
-// there are 2^log, divide the up to NT of these eights.
-template <int NT>
-struct Sums {
-    float4* slots;      // [blocks of the cluster][eights of this block][THREADS]
-    Mbarrier* arrived;  // those of all blocks; where there are several
-    int rank, log, used, first, end;
-
-    __device__ __forceinline__ Sums(int rank_, int log_blocks, int N, void* slots_, Mbarrier* arrived_)
-        : slots(static_cast<float4*>(slots_)), arrived(arrived_), rank(rank_), log(log_blocks) {
-        used = (N + 7) / 8;
-        first = first_of(rank);
-        end = min(first_of(rank + 1), used);
-    }
-    __device__ __forceinline__ int first_of(int block) const { return (block * NT + (1 << log) - 1) >> log; }
-    __device__ __forceinline__ float4* slot(int block, int eight) const {
-        return slots + (block * max(NT >> log, 1) + eight) * THREADS + threadIdx.x;
-    }
-    // By one thread, before the blocks of the cluster meet for the first time.
-    __device__ __forceinline__ void expect() const {
-#if __CUDA_ARCH__ >= 900
-        mbarrier_init(arrived, 1);
-        mbarrier_init_fence();
-        if (log > 0) mbarrier_arrive_expect_tx(arrived, (max(end - first, 0) * THREADS * int(sizeof(float4))) << log);
-#endif
-    }
-    // Gives each block what it adds, once all of them have read what is in the place of the slots.
-    __device__ __forceinline__ void send(const float (&sum)[NT][4]) const {
-#pragma unroll
-        for (int j = 0; j < NT; j++) {
-            if (j >= used) break;
-            const float4 y = {sum[j][0], sum[j][1], sum[j][2], sum[j][3]};
-            const int block = (j << log) / NT;
-            float4* const to = slot(rank, j - first_of(block));
-#if __CUDA_ARCH__ >= 900
-            if (log > 0) {
-                st_async(map_shared_rank(to, block), y, map_shared_rank(arrived, block));
-                continue;
-            }
-#endif
-            *to = y;
-        }
-#if __CUDA_ARCH__ >= 900
-        if (log > 0) mbarrier_wait(arrived, 0);
-#endif
-    }
-    // y: the sum over the blocks, in their order, for the j-th eight, one of this block's.
-    __device__ __forceinline__ void add(float (&y)[4], int j) const {
-        Floats<4> part[MAX_CLUSTER] = {};
-#pragma unroll
-        for (int b = 0; b < MAX_CLUSTER; b++)
-            if (b < 1 << log) part[b] = load_floats<4>(reinterpret_cast<const float*>(slot(b, j - first)));
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            y[k] = part[0][k];
-#pragma unroll
-            for (int b = 1; b < MAX_CLUSTER; b++) y[k] += part[b][k];
-        }
-    }
-};
-
-// A thread's outputs: of each eight rows of inp two, and of out two columns, eight apart, or one with SwiGLU. Its
-// scales and biases are loaded at the beginning of the tile.
+// A thread's outputs with the scales of its rows.
 template <Packing P, typename T>
-struct TileOutputs {
-    int o;
-    bool gated;
-    float scale[2], bias[2];
-
-    __device__ __forceinline__ TileOutputs(const PackedParams<T>& p, int first_output, const int (&rows)[2])
-        : o(first_output + rows[0]), gated(is_gated(p.activation)) {
+__device__ __forceinline__ TileOutputs<T> packed_outputs(const PackedParams<T>& p, int first_output,
+                                                         const int (&rows)[2]) {
+    TileOutputs<T> outputs(p, first_output, rows);
+    if constexpr (P == Packing::Fp8)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int64_t row = weight_row(p, first_output, rows[half]);
-            scale[half] =
-                P == Packing::Fp8 ? *reinterpret_cast<const float*>(p.rows + row * p.row_bytes + p.code_bytes) : 1.0f;
-            bias[half] = p.bias ? as_float(p.bias[row]) : 0.0f;
-        }
-    }
-    // Calls f(k, row of inp, column of out) for those of the j-th eight rows; k: the index of its sum.
-    template <typename F>
-    __device__ __forceinline__ void for_each(const PackedParams<T>& p, int j, F f) const {
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int n = 8 * j + 2 * (int(threadIdx.x) % 4) + k % 2, column = o + k / 2 * 8;
-            if (n < p.N && column < p.columns && !(gated && k >= 2)) f(k, n, column);
-        }
-    }
-    __device__ __forceinline__ void load_residual(float (&residual)[4], const PackedParams<T>& p, int j) const {
-        if (p.residual)
-            for_each(p, j, [&](int k, int n, int c) { residual[k] = as_float(p.residual[n * p.residual_stride + c]); });
-    }
-    // Adds the sums of the cluster's blocks and stores this block's outputs. residual: of its first eight rows of inp,
-    // loaded before the blocks have met.
-    template <int NT>
-    __device__ __forceinline__ void store(const PackedParams<T>& p, const Sums<NT>& sums, const float (&sum)[NT][4],
-                                          float (&residual)[4]) const {
-        sums.send(sum);
-#pragma unroll 1
-        for (int j = sums.first; j < sums.end; j++) {
-            float y[4];
-            sums.add(y, j);
-            if (j > sums.first) load_residual(residual, p, j);
-            for_each(p, j, [&](int k, int n, int c) {
-                const float a = y[k] * scale[k / 2] + bias[k / 2], b = y[k | 2] * scale[1] + bias[1];
-                const float z = gated ? activate(p.activation, a, b) : activate(p.activation, a);
-                p.out[n * p.out_stride + c] = from_float<T>(z + residual[k]);
-            });
-        }
-    }
-};
+        for (int half = 0; half < 2; half++)
+            outputs.scale[half] = *reinterpret_cast<const float*>(
+                p.rows + weight_row(p, first_output, rows[half]) * p.row_bytes + p.code_bytes);
+    return outputs;
+}
 
-}  // namespace packed_tile
+}  // namespace linear_tile
