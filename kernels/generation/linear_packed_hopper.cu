@@ -1,4 +1,4 @@
-// Small-batch GEMM of packed weights on Hopper GPUs: 9 to 64 rows of inp, 16-bit elements. The kernel is the one of
+// Small-batch GEMM of packed weights on Hopper GPUs: 3 to 64 rows of inp, 16-bit elements. The kernel is the one of
 // linear_tile_hopper.cuh; here are its weights: operand A of wgmma from registers, so that converted weights never pass
 // through shared memory.
 //
