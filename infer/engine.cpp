@@ -442,14 +442,31 @@ int64_t Engine::joint_rows() const {
     return padded_batch(int64_t(batch.size()));
 }
 
-// Tunes the matmuls of recorded_rows() and records the graphs ahead, with passes whose rows all belong to no sequence.
-void Engine::prepare_pass_graphs() {
-    if (!recorded_rows(KV_PAGE, 1, 0)) return;
+// Makes the rows of all passes those of no sequence.
+void Engine::clear_pass_inputs() {
     for (const Tensor& t : {tokens, positions, cum_q, cum_k, pass_slots})
         device_fill(t.data, 0, size_t(t.bytes()), stream);
     for (const std::vector<Tensor>& filled : {rows, {tile_rows, tile_adapters, row_adapters}})
         for (const Tensor& t : filled)
             if (t) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
+}
+
+// The first N rows and the first chunks of what was uploaded last.
+Engine::PassInputs Engine::pass_inputs(int64_t N, int64_t chunks) const {
+    PassInputs in;
+    in.tokens = tokens.rows(0, N);
+    in.positions = positions.rows(0, N);
+    for (const Tensor& t : rows) in.rows.push_back(t.rows(0, N));
+    in.sequences.cum_q = cum_q.rows(0, chunks + 1);
+    in.sequences.cum_k = cum_k.rows(0, chunks + 1);
+    in.sequences.page_rows = pass_slots.rows(0, chunks);
+    return in;
+}
+
+// Tunes the matmuls of recorded_rows() and records the graphs ahead, with passes whose rows all belong to no sequence.
+void Engine::prepare_pass_graphs() {
+    if (!recorded_rows(KV_PAGE, 1, 0)) return;
+    clear_pass_inputs();
     std::vector<int64_t> batches{0};
     for (int64_t n = 1; joins_at_all() && n <= options.slots; n = batches.back() + 1)
         batches.push_back(padded_batch(n));
@@ -464,16 +481,9 @@ void Engine::prepare_pass_graphs() {
 // kernels are loaded, and the library chooses among its own, before a prompt waits for them.
 void Engine::prepare_longest_pass() {
     if (!graphs_replay() || forward || config.has_linear_attention()) return;
+    clear_pass_inputs();
     const int64_t N = pass_tokens();
-    for (const Tensor& t : {tokens, positions, cum_q, cum_k, pass_slots})
-        device_fill(t.data, 0, size_t(t.bytes()), stream);
-    for (const Tensor& t : rows) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
-    PassInputs in;
-    in.tokens = tokens.rows(0, N);
-    in.positions = positions.rows(0, N);
-    for (const Tensor& t : rows) in.rows.push_back(t.rows(0, N));
-    in.sequences = {cum_q.rows(0, 2), cum_k.rows(0, 2)};
-    in.sequences.page_rows = pass_slots.rows(0, 1);
+    PassInputs in = pass_inputs(N, 1);
     in.sequences.max_q = in.sequences.max_k = std::min(N, options.context);
     in.layers = 1;
     run_pass(in, {});
@@ -483,14 +493,8 @@ void Engine::prepare_longest_pass() {
 
 // For every context bucket, with adapters and without.
 void Engine::record_passes(int64_t N, int64_t decoding) {
-    PassInputs in;
+    PassInputs in = pass_inputs(N, recorded_chunks());
     in.decoding = decoding;
-    in.tokens = tokens.rows(0, N);
-    in.positions = positions.rows(0, N);
-    for (const Tensor& t : rows) in.rows.push_back(t.rows(0, N));
-    in.sequences.cum_q = cum_q.rows(0, recorded_chunks() + 1);
-    in.sequences.cum_k = cum_k.rows(0, recorded_chunks() + 1);
-    in.sequences.page_rows = pass_slots.rows(0, recorded_chunks());
     in.sequences.max_q = N - decoding;
     std::vector<std::optional<AdapterTiles>> adapters{std::nullopt};
     if (options.adapters) adapters.emplace_back(adapter_tiles(N, false));

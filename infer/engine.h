@@ -316,6 +316,8 @@ class Engine {
     void prepare_graphs();
     void prepare_pass_graphs();
     void prepare_longest_pass();
+    void clear_pass_inputs();
+    PassInputs pass_inputs(int64_t N, int64_t chunks) const;
     void record_passes(int64_t N, int64_t decoding);
     PassInputs upload_pass(const std::vector<PromptChunk>& chunks, int64_t decoding, Tensor token_ids = {});
     void run_pass(const PassInputs& in, const Tensor& last_of_pass);

@@ -263,8 +263,9 @@ int64_t num_blocks(const ClusterShape& shape, int64_t OC) {
 }
 
 // As many blocks a cluster as leave each block an SM of its own, so that each has little to read; if there are more
-// blocks than SMs anyway, as few as possible. 0 blocks: C is too large.
+// blocks than SMs anyway, as few as possible. 0 blocks: this kernel does not take the matrix.
 ClusterShape cluster_shape(int64_t C, int64_t OC, bool has_norm) {
+    if (!is_hopper() || C == 0 || C % W != 0) return {0, 0};
     const int64_t panels = ceil_div(C, PANEL_COLUMNS);
     ClusterShape best{0, 0};
     for (int S = 2; S <= MAX_CLUSTER; S++) {
@@ -273,22 +274,21 @@ ClusterShape cluster_shape(int64_t C, int64_t OC, bool has_norm) {
         if (shape.panels > (has_norm ? MAX_NORM_PANELS : MAX_PANELS) || idle) continue;
         if (best.blocks == 0 || num_blocks(shape, OC) <= num_sms()) best = shape;
     }
-    return best;
+    // With far more blocks than run at once, a second wave costs more than other kernels.
+    return 2 * num_blocks(best, OC) <= 3 * num_sms() ? best : ClusterShape{0, 0};
 }
 
 }  // namespace
 
 bool small_batch_hopper_takes(int64_t C, int64_t OC, bool has_norm) {
-    if (!is_hopper() || C == 0 || C % W != 0) return false;
-    const ClusterShape shape = cluster_shape(C, OC, has_norm);
-    // With far more blocks than run at once, a second wave costs more than other kernels.
-    return shape.blocks > 0 && 2 * num_blocks(shape, OC) <= 3 * num_sms();
+    return cluster_shape(C, OC, has_norm).blocks > 0;
 }
 
 template <typename T>
 bool linear_small_batch_hopper(const char* op, const LinearParams<T>& p, Stream stream) {
-    if (!small_batch_hopper_takes(p.C, p.OC, p.norm_weight) || !p.aligned || p.N > BLOCK_N) return false;
+    if (!p.aligned || p.N > BLOCK_N) return false;
     const ClusterShape shape = cluster_shape(p.C, p.OC, p.norm_weight);
+    if (shape.blocks == 0) return false;
     const int bytes = Tiles::bytes(shape);
     const auto kernel = cluster_kernel<T>;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
