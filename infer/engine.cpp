@@ -192,9 +192,9 @@ void Engine::plan_memory() {
         keep(&row_adapters, "row_adapters", DType::I32, {N});
     }
     own(&act, "act", T, {N, c.ffn}, FC, FCPROJ);
-    if (backend_device() != Device::CPU && T == DType::BF16 && c.norm == Norm::RMSNorm && !c.norm_after) {
+    if (backend_device() != Device::CPU && T == DType::BF16 && !c.norm_after) {
         own(&unscaled, "unscaled", T, {std::min(N, UNSCALED_MAX_ROWS), c.channels}, QKV, FCPROJ);
-        own(&squares, "squares", DType::F32, {unscaled_sums(c.channels), UNSCALED_MAX_ROWS}, QKV, FCPROJ);
+        own(&norm_parts, "norm_parts", DType::F32, {unscaled_parts(c.channels), UNSCALED_MAX_ROWS, 2}, QKV, FCPROJ);
     }
     if (c.norm_after) own(&unnormed, "unnormed", T, {N, c.channels}, PROJ, FCPROJ);
     const auto layer_scratch = [&](int64_t n, int64_t inputs, int64_t outputs) {  // prefill passes and decode steps
@@ -591,6 +591,9 @@ void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invarian
     const int64_t N = hidden.shape[0];
     BlockAdapters adapters;  // of the layer
     const float eps = static_cast<float>(config.norm_eps);
+    const auto input_norm = [&](const NormWeights& n) {
+        return InputNorm{n.weight, n.bias, eps, config.norm == Norm::LayerNorm};
+    };
     bool norm_begun = false;  // `unscaled` has the rows of hidden for the norm before the next layer
     // next: the norm that reads the output, if linear_unscaled() may begin it.
     const auto layer = [&](const LinearOutput& output, Tensor inp, const NormWeights& n, const LinearWeights& w,
@@ -600,17 +603,19 @@ void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invarian
         const bool reads = norm_begun && n.weight;
         norm_begun = next;
         if (reads || next) {
-            const UnscaledRows begun = {unscaled ? unscaled.rows(0, N) : Tensor{}, squares, eps};
-            if (linear_unscaled(to, reads ? begun : UnscaledRows{inp.rows(0, N)}, w, next ? begun : UnscaledRows{},
-                                next ? next->weight : Tensor{}, stream))
+            const auto rows = [&](const NormWeights& of) {
+                return UnscaledRows{unscaled.rows(0, N), norm_parts, input_norm(of)};
+            };
+            if (linear_unscaled(to, reads ? rows(n) : UnscaledRows{inp.rows(0, N)}, w,
+                                next ? rows(*next) : UnscaledRows{}, stream))
                 return;
         }
         norm_begun = false;
-        linear(to, inp.rows(0, N), {n.weight, n.bias, eps, config.norm == Norm::LayerNorm}, w, scratch, batch_invariant,
-               stream);
+        linear(to, inp.rows(0, N), input_norm(n), w, scratch, batch_invariant, stream);
     };
     const auto begins = [&](const NormWeights& n, const LinearWeights& w) {
-        const bool may = unscaled && !tiles && !batch_invariant && linear_takes_unscaled(N, w, options.dtype);
+        const bool may =
+            unscaled && !tiles && !batch_invariant && linear_takes_unscaled(N, w, input_norm(n), options.dtype);
         return may ? &n : nullptr;
     };
     const bool norm_after = config.norm_after;

@@ -406,7 +406,7 @@ class Engine {
     Tensor gate, linear_att;                        // gated_linear: [N, NKV] fp32, att before the head norm
     Tensor low_rank, pre_activation;                // adapters: fp32, [N, outputs of fc]
     Tensor tile_rows, tile_adapters, row_adapters;  // AdapterTiles of N rows
-    Tensor unscaled, squares;                       // RMSNorms of small batches in bf16 on a GPU: UnscaledRows
+    Tensor unscaled, norm_parts;                    // norms of small batches in bf16 on a GPU: UnscaledRows
     Tensor unnormed;                                // norms after attention and the MLP: [N, C], what they read
     Tensor past_s, past_z;                          // [slots, NKV, HS, HS], [slots, NKV, HS]: a layer's states
     Tensor scratch, attention_scratch, decode_scratch, step_scratch;  // bytes

@@ -61,12 +61,13 @@ void launch(const char* op, const GemmKey& key, const GemmOperands& operands, St
     const Matrix aux = key.accumulate ? Matrix{operands.add, key.ld_out, key.M, key.N}
                                       : Matrix{operands.aux, key.ld_aux, key.M, key.N};
     p.stores_out = operands.out;
+    p.stores_aux = aux.data;
     p.floats = static_cast<float*>(operands.out);  // only StoreFloats reads it
     p.ld_floats = key.ld_out;
     if (operands.out && key.out_dtype == DType::BF16) p.out[0] = map_of(op, out, 16, PANEL);
     if (operands.act) p.act = map_of(op, {operands.act, key.N, key.M, key.N}, 16, PANEL);
     if (aux.data) p.aux[0] = map_of(op, aux, 16, PANEL);
-    if (key.epilogue == GemmEpilogue::Swiglu || key.epilogue == GemmEpilogue::SwigluBackward)
+    if (aux.data && (key.epilogue == GemmEpilogue::Swiglu || key.epilogue == GemmEpilogue::SwigluBackward))
         p.aux[1] = map_of(op, right_half(aux), 16, PANEL);
     if (key.epilogue == GemmEpilogue::SwigluBackward) p.out[1] = map_of(op, right_half(out), 16, PANEL);
     p.bias = static_cast<const bf16*>(operands.bias);

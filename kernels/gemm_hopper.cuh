@@ -36,8 +36,8 @@ struct Arguments {
     float* row_sums;
     int valid_columns;
     float alpha;
-    bool stores_out;
-    float* floats;  // out in fp32, with rows of ld_floats
+    bool stores_out, stores_aux;  // stores_aux: of what precedes an activation function
+    float* floats;                // out in fp32, with rows of ld_floats
     int64_t ld_floats;
     int M, N;
     int rows, columns, group;  // tiles of clusters

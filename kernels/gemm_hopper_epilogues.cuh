@@ -92,7 +92,7 @@ __device__ __forceinline__ uint32_t map_pair(uint32_t x, F f) {
     return pack_two<bf16>(f(v.x), f(v.y));
 }
 
-// out = c + bias, or, with an activation function, aux = c + bias and out = F(aux).
+// out = c + bias, or, with an activation function, aux = c + bias and out = F(aux). aux may be null.
 template <typename F>
 struct StoreActivation : Position {
     static constexpr bool GATED = false, ACTIVATES = !std::is_void_v<F>, FREES_SUMS = ACTIVATES;
@@ -123,7 +123,8 @@ struct StoreActivation : Position {
                 }
                 out.write(x);
                 store_group([&] {
-                    if constexpr (ACTIVATES) store_panel(p.aux[0], first, row(m), shared.aux[warp][m % 2].data);
+                    if constexpr (ACTIVATES)
+                        if (p.stores_aux) store_panel(p.aux[0], first, row(m), shared.aux[warp][m % 2].data);
                     if (!ACTIVATES || p.stores_out) store_panel(p.out[0], first, row(m), out.data);
                 });
             }
@@ -228,7 +229,8 @@ struct StoreExp : Position {
     }
 };
 
-// The first 96 columns of c + bias are gate, the last 96 up. Both are stored to aux, and out = SwiGLU(gate, up).
+// The first 96 columns of c + bias are gate, the last 96 up. Both are stored to aux if there is one, and out =
+// SwiGLU(gate, up).
 struct StoreSwiglu : Position {
     static constexpr bool GATED = true, FREES_SUMS = false;
     static constexpr int HALF = NT / 2;
@@ -264,8 +266,10 @@ struct StoreSwiglu : Position {
                 });
                 panels[2].write(gate);
                 store_group([&] {
-                    store_panel(p.aux[0], first, row(m), panels[0].data);
-                    store_panel(p.aux[1], first, row(m), panels[1].data);
+                    if (p.stores_aux) {
+                        store_panel(p.aux[0], first, row(m), panels[0].data);
+                        store_panel(p.aux[1], first, row(m), panels[1].data);
+                    }
                     if (p.stores_out) store_panel(p.out[0], first, row(m), panels[2].data);
                 });
             }

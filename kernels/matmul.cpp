@@ -244,7 +244,7 @@ void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Tens
 }
 
 void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias,
-                               Stream stream) {
+                               Stream stream, bool) {
     const char* op = "matmul_forward_activation";
     check_activation_output(op, f, out, pre, DType::F32);
     forward(op, pre, inp, weight, bias);

@@ -208,6 +208,10 @@ void run_with_activation(const char* op, Gemm gemm, Separate separate, const Act
     if (plan.possible) kernels.add(GemmKernel::Library);
     kernels.add(GemmKernel::Separate);
     add_hopper_kernels(kernels, gemm);
+    // Prompts, whose GEMMs are not timed. LLaMA 1B's gate and up, 8,192 rows: 0.87 ms as two kernels, 0.79 as one
+    // (H200).
+    const bool keeps_pre = gemm.operands.aux;
+    if (!keeps_pre && !plan.compared && kernels.has(GemmKernel::Hopper1)) plan.kernel = GemmKernel::Hopper1;
 
     // hopper_gemm() sums the columns of dpre over the rows of each tile.
     const int64_t tiles = ceil_div(gemm.key.M, HOPPER_GEMM_ROWS);
@@ -327,7 +331,7 @@ void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Tens
 }
 
 void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias,
-                               Stream stream) {
+                               Stream stream, bool keeps_pre) {
     const char* op = "matmul_forward_activation";
     const DType dtype = check_forward(op, inp, weight, bias);
     check_activation_output(op, f, out, pre, dtype);
@@ -339,7 +343,8 @@ void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp,
     const GemmEpilogue epilogue = bias ? epilogues_of(f).forward_bias : epilogues_of(f).forward;
     if (epilogue == GemmEpilogue::None || !can_fuse({out ? out : pre, pre, inp, weight})) return separate();
     const int64_t I = pre.shape[1] / activation_inputs(f, 1);
-    run_with_activation(op, gemm_with_activation(epilogue, out, I, inp, weight, true, bias, pre), separate, {}, stream);
+    const Tensor aux = keeps_pre ? pre : Tensor{};
+    run_with_activation(op, gemm_with_activation(epilogue, out, I, inp, weight, true, bias, aux), separate, {}, stream);
 }
 
 void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, Stream stream) {

@@ -43,13 +43,14 @@ void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream s
 void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Tensor add, Stream stream);
 
 // A linear layer and an activation function f: pre = inp·weightᵀ + bias and out = f(pre). Both are stored, because the
-// backward pass needs pre. f: activation.h. pre [N, OC], inp [N, C], weight [OC, C], bias [OC] or null; out [N, OC], if
-// f is gated [N, OC/2]. Without GELU out may be null: only pre is computed, with the same bits.
+// backward pass needs pre; without keeps_pre, pre is scratch, undefined afterwards, and out is given. f: activation.h.
+// pre [N, OC], inp [N, C], weight [OC, C], bias [OC] or null; out [N, OC], if f is gated [N, OC/2]. Without GELU out
+// may be null: only pre is computed, with the same bits.
 //
 // On a GPU, GEMMs of 16 bits apply f in their epilogue where tuning found that faster than two kernels. out has the
 // bits of activation_forward(f, pre), except that cuBLASLt's GELU is applied before pre is rounded.
 void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias,
-                               Stream stream);
+                               Stream stream, bool keeps_pre = true);
 
 // dinp [N, C], overwritten, or added to if accumulate; dout [N, OC]; weight [OC, C].
 void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, Stream stream);

@@ -133,6 +133,9 @@ TEST_P(HopperGemm, ActivationsHaveTheBitsOfTheirKernels) {
                 const TestArray expected = TestArray::poisoned(T, {N, I});
                 activation_forward(f, expected, pre.view(), stream);
                 expect_same_bits("out", out.fetch(), expected.fetch());
+                const Gapped without(N, I), scratch(N, OC);
+                matmul_forward_activation(f, without.view(), scratch.view(), inp, weight, b, stream, false);
+                expect_same_bits("out without pre", without.fetch(), out.fetch());
                 if (f == Activation::GELU) continue;
                 const TestArray alone = TestArray::poisoned(T, {N, OC});
                 matmul_forward_activation(f, {}, alone, inp, weight, b, stream);

@@ -64,11 +64,11 @@ reference::Values oracle(const Case& c, const std::vector<double>& x, const std:
 struct Arrays {
     TestArray inp, weight, bias, residual, norm_weight, norm_bias;
     int64_t columns;
-    Arrays(const Case& c, DType T)
+    Arrays(const Case& c, DType T, double residual_mean = 0)
         : inp(TestArray::random(T, {c.N, c.C + c.gap}, 1, 1, c.norm == NormKind::None ? 0 : 0.5)),
           weight(TestArray::random(T, {c.OC, c.C + c.gap}, 2, 1 / std::sqrt(double(c.C)))),
           bias(TestArray::random(T, {c.OC}, 3)),
-          residual(TestArray::random(T, {c.N, c.OC + c.gap}, 4)),
+          residual(TestArray::random(T, {c.N, c.OC + c.gap}, 4, 1, residual_mean)),
           norm_weight(TestArray::random({c.C}, 5, 0.3, 1)),
           norm_bias(TestArray::random({c.C}, 6, 0.3)),
           columns(c.f == Activation::SwiGLU ? c.OC / 2 : c.OC) {}
@@ -193,14 +193,22 @@ TEST_P(Linear, LargeMatrices) {
     check({5, 8, 33776, NormKind::None, Activation::None, false, true}, activation());
 }
 
-// Two layers with an RMSNorm between them, as linear_unscaled() takes them: x + inp·W1ᵀ, then f(norm(…)·W2ᵀ). packing:
-// of W1 and W2, or null.
-void check_unscaled(int64_t N, int64_t C, int64_t middle, int64_t OC, Activation f, const Packing* packing) {
-    SCOPED_TRACE(str("N ", N, " C ", C, " middle ", middle, " OC ", OC, " f ", int(f), packing ? " packed" : ""));
+// The sizes of two layers with a norm between them, as linear_unscaled() takes them: x = residual + inp·W1ᵀ + bias,
+// then f(norm(x)·W2ᵀ + bias).
+struct TwoLayers {
+    int64_t N, C, middle, OC;
+    NormKind norm = NormKind::RMSNorm;
+    Activation f = Activation::None;
+};
+
+// packing: of W1 and W2, or null. The rows of x have a mean of one and about their standard deviation, 1.7.
+void check_unscaled(const TwoLayers& z, const Packing* packing = nullptr) {
+    const auto& [N, C, middle, OC, norm, f] = z;
+    SCOPED_TRACE(str("N ", N, " C ", C, " middle ", middle, " OC ", OC, " norm ", int(norm), " f ", int(f),
+                     packing ? " packed" : ""));
     const DType T = DType::BF16;
-    const Case first{N, C, middle, NormKind::None, Activation::None, true, true},
-        second{N, middle, OC, NormKind::RMSNorm, f, true};
-    const Arrays a(first, T), b(second, T);
+    const Case first{N, C, middle, NormKind::None, Activation::None, true, true}, second{N, middle, OC, norm, f, true};
+    const Arrays a(first, T, 1), b(second, T);
     std::unique_ptr<HostPacked> host[2];
     std::unique_ptr<DevicePacked> packed[2];
     LinearWeights weights[2] = {a.weights(first), b.weights(second)};
@@ -214,13 +222,12 @@ void check_unscaled(int64_t N, int64_t C, int64_t middle, int64_t OC, Activation
         decoded[i] = host[i]->decoded();
     }
     const TestArray x = TestArray::poisoned(T, {N, middle}), rows = TestArray::poisoned(T, {N, middle}),
-                    squares = TestArray::poisoned({unscaled_sums(middle), UNSCALED_MAX_ROWS}),
+                    parts = TestArray::poisoned({unscaled_parts(middle), UNSCALED_MAX_ROWS, 2}),
                     out = TestArray::poisoned(T, {N, b.columns});
-    const UnscaledRows between{rows, squares, 1e-5f};
-    ASSERT_TRUE(linear_takes_unscaled(N, weights[1], T));
-    ASSERT_TRUE(
-        linear_unscaled({x, Activation::None, a.residual}, {a.inp}, weights[0], between, b.norm_weight, stream()));
-    ASSERT_TRUE(linear_unscaled({out, f}, between, weights[1], {}, {}, stream()));
+    const UnscaledRows between{rows, parts, b.norm(second)};
+    ASSERT_TRUE(linear_takes_unscaled(N, weights[1], between.norm, T));
+    ASSERT_TRUE(linear_unscaled({x, Activation::None, a.residual}, {a.inp}, weights[0], between, stream()));
+    ASSERT_TRUE(linear_unscaled({out, f}, between, weights[1], {}, stream()));
     synchronize(stream());
     const reference::Values ref_x =
         oracle(first, a.inp.values(), decoded[0], a.bias.values(), a.residual.values(), {}, {}, 0);
@@ -233,15 +240,40 @@ void check_unscaled(int64_t N, int64_t C, int64_t middle, int64_t OC, Activation
 // Blocks that have the outputs of all rows and of eight; columns that do not fill a tile; more rows than 32.
 TEST_P(Linear, NormsBetweenLayers) {
     if (activation() != DType::BF16) GTEST_SKIP() << "in bf16 only";
-    const TestArray weight = TestArray::random(DType::BF16, {4096, 4096}, 1);
-    if (!linear_takes_unscaled(64, {weight}, DType::BF16)) GTEST_SKIP() << "for Hopper GPUs";
+    const TestArray weight = TestArray::random(DType::BF16, {64, 64}, 1);
+    if (!linear_takes_unscaled(64, {weight}, {}, DType::BF16)) GTEST_SKIP() << "for Hopper GPUs";
+    constexpr NormKind LN = NormKind::LayerNorm, RMS = NormKind::RMSNorm;
     for (const int64_t N : {9, 33, 64}) {
-        check_unscaled(N, 2048, 2048, 3072, Activation::None, nullptr);
-        check_unscaled(N, 3200, 2112, 2208, Activation::SwiGLU, nullptr);
-        for (const Packing& packing : ALL_PACKINGS) check_unscaled(N, 2048, 1088, 800, Activation::SwiGLU, &packing);
+        check_unscaled({N, 2048, 2048, 3072});
+        check_unscaled({N, 3200, 2112, 2208, RMS, Activation::SwiGLU});
+        for (const Packing& packing : ALL_PACKINGS)
+            check_unscaled({N, 2048, 1088, 800, RMS, Activation::SwiGLU}, &packing);
     }
-    check_unscaled(3, 4096, 2064, 4096, Activation::GELU, nullptr);
-    check_unscaled(17, 256, 17024, 64, Activation::None, nullptr);
+    check_unscaled({3, 4096, 2064, 4096, RMS, Activation::GELU});
+    check_unscaled({17, 256, 17024, 64});
+    for (const NormKind norm : {LN, RMS})
+        for (const int64_t N : {3, 12, 33, 64}) {
+            check_unscaled({N, 768, 768, 2304, norm});
+            check_unscaled({N, 3072, 584, 3072, norm, Activation::GELU});
+            check_unscaled({N, 72, 776, 66, norm, Activation::SwiGLU});
+            check_unscaled({N, 2048, 40, 130, norm});
+        }
+}
+
+// What linear_unscaled() does not take, so that linear() is to be called.
+TEST_P(Linear, NormsBetweenLayersThatStayApart) {
+    if (activation() != DType::BF16) GTEST_SKIP() << "in bf16 only";
+    const Case c{16, 4096, 16384, NormKind::LayerNorm};
+    const Arrays a(c, DType::BF16);
+    EXPECT_FALSE(linear_takes_unscaled(c.N, a.weights(c), a.norm(c), DType::BF16));
+    const TestArray out = TestArray::poisoned(DType::BF16, {c.N, c.OC}),
+                    parts = TestArray::poisoned({unscaled_parts(c.C), UNSCALED_MAX_ROWS, 2});
+    EXPECT_FALSE(linear_unscaled({out}, {a.inp, parts, a.norm(c)}, a.weights(c), {}, stream()));
+    expect_error(
+        [&] {
+            linear_unscaled({out}, {a.inp, {}, a.norm(c)}, a.weights(c), {}, stream());
+        },
+        "linear_unscaled: inp has a norm, but no parts");
 }
 
 // A sequence's bits stay the same while others of the batch end, as long as the same kernel runs. In fp32 that is the

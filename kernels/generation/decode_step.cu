@@ -52,6 +52,7 @@ Arguments<T> arguments_of(const Tensor& logits, const Tensor& ids, const DecodeB
     a.kv_splits = int(num_kv_splits(std::min(batch.max_length, m.capacity)));
     while (int64_t(FULL_WIDTH<T>) << a.log_lanes < m.HS) a.log_lanes++;
     a.eps = m.eps;
+    a.per_channel = 1 / float(m.C);
     a.scale = m.scale;
     a.centred = m.centred;
     a.activation = m.activation;

@@ -15,8 +15,13 @@
 
 namespace fused_decode {
 
-constexpr int WARPS = 8, THREADS = WARPS * WARP;  // that compute; one more warp loads weights
-constexpr int64_t MAX_HS = 128;                   // attention: a warp for a row of q, k or v, 16 bytes a lane
+constexpr int WARPS = 8, THREADS = WARPS * WARP;  // that compute
+// And a warp that loads weights; with weights in T one that ends matmuls. (Packed weights take the computing warps more
+// instructions, and a warp beside them slows them down: LLaMA 1B in int8 by 3%.)
+constexpr int block_threads(int bits) {
+    return THREADS + (bits == 0 ? 2 : 1) * WARP;
+}
+constexpr int64_t MAX_HS = 128;  // attention: a warp for a row of q, k or v, 16 bytes a lane
 constexpr int MIN_STAGES = 3, MAX_STAGES = 24;
 constexpr int64_t MIN_STAGE_BYTES = 12 << 10;
 constexpr int MAX_STAGE_ROWS = 8;  // so that at least four lanes of a warp share a row
@@ -94,10 +99,10 @@ struct Arguments {
     MatrixPlan plans[MATRICES];
     int num_layers, N, C, NH, NKV, HS;
     int page_columns;
-    int query_tiles;  // of the query heads of a KV head
-    int kv_splits;    // of the longest sequence
-    int log_lanes;    // log2 of the lanes that share a key
-    float eps, scale;
+    int query_tiles;                // of the query heads of a KV head
+    int kv_splits;                  // of the longest sequence
+    int log_lanes;                  // log2 of the lanes that share a key
+    float eps, scale, per_channel;  // per_channel: 1 / C
     bool centred;
     Activation activation;
     int stages, stage_bytes;
@@ -138,9 +143,11 @@ struct Task {
 template <int NB, bool EXTENDED, typename T>
 struct Shared {
     Mbarrier full[MAX_STAGES], empty[MAX_STAGES];  // of the ring
+    Mbarrier sums_full[2], sums_free[2];           // of Partial
     int64_t positions[NB], slots[NB];
     RowPart norm_parts[NB][WARPS];
-    float rotations[NB][MAX_HS];  // RoPE: (cos, sin) of each sequence
+    float norm_counts[WARPS], norm_shares[WARPS];  // of each warp's part of C: its elements, and one over them
+    float rotations[NB][MAX_HS];                   // RoPE: (cos, sin) of each sequence
     bool has_rotation[NB];
     T biases[2][THREADS];  // of two matmuls, which alternate
     PairRange pairs[MATRICES];

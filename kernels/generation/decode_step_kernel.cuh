@@ -2,11 +2,15 @@
 //
 // One warp loads the block's share of all weights into a ring of stages, independently of the activations
 // (decode_step_weights.cuh). Eight warps compute. Each multiplies one eighth of the columns of the block's rows, so
-// that it waits for its own part of the activations only, and has its first weights in registers by then. After one
-// barrier the sums of the warps are added in order. Block b computes the output pairs [b·pairs/blocks,
-// (b + 1)·pairs/blocks) of every matrix (decode_step.cuh). What a block has computed goes to the others through the
-// grid-wide exchange (decode_step_exchange.cuh). decode_step_plan.cuh has the launch arithmetic of GPT-2 124M and of a
-// LLaMA of 1B.
+// that it waits for its own part of the activations only, and has its first weights in registers by then. One more warp
+// adds the sums of the eight in order and sends the result, while these load the next matmul's weights. Block b
+// computes the output pairs [b·pairs/blocks, (b + 1)·pairs/blocks) of every matrix (decode_step.cuh). What a block has
+// computed goes to the others through the grid-wide exchange (decode_step_exchange.cuh). decode_step_plan.cuh has the
+// launch arithmetic of GPT-2 124M and of a LLaMA of 1B.
+//
+// What the warps share: `rows`, `residual` and the norm's parts are written again once all eight have multiplied
+// (sums_full); Partial, of which there are two, once the sums before the last are added (sums_free). The finishing warp
+// reads the residual at its own outputs, which a computing warp overwrites with what it has sent.
 //
 // The data flow; ══▶ is the grid-wide exchange, and each block computes its share of every line but the first:
 //
@@ -18,25 +22,25 @@
 //   FCPROJ       act ─▶ matmul, add residual ══▶ residual                     (QKV to FCPROJ for each layer)
 //   HEAD         residual ─▶ normf ─▶ matmul ─▶ logits [N, Vp]
 //
-// Resources (sm_90a, CUDA 13.0; 288 threads, one block per SM). An attention task has 1 query head if NKV = NH, else up
-// to 2. The limit is 168 registers: with 9 warps one of the SM's four schedulers holds three, which share its 16,384
-// registers.
+// Resources (sm_90a, CUDA 13.0; 320 threads, with packed weights 288; one block per SM). An attention task has 1 query
+// head if NKV = NH, else up to 2. The limit is 168 registers: with 9 or 10 warps one of the SM's four schedulers holds
+// three, which share its 16,384 registers.
 //
 //   sequences (NB)               1             2             4             8
 //   query heads of a task     1      2      1      2      1      2      1      2
-//   bf16: registers          141    164    157    167    163    168    168    168
-//         bytes of stack       0      0      0      0      0      8      8      0
-//         static KiB         5.2    5.2    5.8    5.9   10.0   10.0   18.2   18.4
-//   fp32: registers          141    152    155    158    161    168    168    168   (nothing spilled)
-//   extended bf16: registers 152    168    167    168    168    168    168    168
-//         bytes of stack       0      0      0      8      0     64      8     56
-//   8-bit: registers         147    168    161    168    168    168    167    168
-//         bytes of stack       0      0      0      0      0     16      0     24
-//         static KiB        10.2   10.2   10.8   10.9   12.0   12.0   22.2   22.4
-//   int4: registers          153    168    161    168    167    168    167    168
-//         bytes of stack       0      0      0      0      0     16      0     16
-//   8-bit extended: stack      0     32      0     56     40    120     56    112
-//   int4 extended: stack       0     48      8     72     24    104     40     96
+//   bf16: registers          132    159    142    163    156    168    162    168
+//         bytes of stack       0      0      0      0      0      8      0      0
+//         static KiB         5.4    5.4    5.9    6.0   10.0   10.1   18.4   18.4
+//   fp32: registers          127    148    136    152    151    168    168    168   (nothing spilled)
+//   extended bf16: registers 147    168    159    168    167    168    167    168
+//         bytes of stack       0      0      0      8      0     56      0     56
+//   8-bit: registers         151    168    159    168    168    168    167    168
+//         bytes of stack       0      0      0      8      0     24      0     24
+//         static KiB        10.4   10.4   10.9   11.0   12.0   12.1   22.4   22.4
+//   int4: registers          159    168    163    168    167    168    167    168
+//         bytes of stack       0      0      0      8      0     24      0     24
+//   8-bit extended: stack      0     32      0     56     40     64     24     72
+//   int4 extended: stack       0     16      0     24     24     80     16     56
 //
 // The extended kernel (is_extended in decode_step_plan.cuh) serves the options that GPT-2 and LLaMA lack. It is an
 // instance of its own, so that theirs keep their registers: QK-norm where a warp receives a head, before RoPE; the norm
@@ -61,11 +65,104 @@ namespace fused_decode {
 // One matmul of the stage loop, for a block.
 struct Matmul {
     int which;        // Matrix
+    int layer;        // 0 for the head
     uint32_t epoch;   // of the exchanges of the layer
     int halves;       // 2: gate and up of SwiGLU
     bool has_norm;    // of the input
     PairRange pairs;  // of the block
     __device__ __forceinline__ int owned() const { return pairs.end - pairs.first; }
+};
+
+// Matmul i of a step, in model order: QKV, PROJ, FC, FCPROJ of each layer, then the head. epoch: of the step before.
+template <typename T>
+__device__ __forceinline__ Matmul matmul_of(const Arguments<T>& a, int i, uint32_t epoch, const PairRange* pairs) {
+    const int l = i / LAYER_MATRICES, which = l < a.num_layers ? i % LAYER_MATRICES : int(HEAD);
+    return {which,
+            which == HEAD ? 0 : l,
+            epoch + uint32_t(l) + 1,
+            which == FC && is_gated(a.activation) ? 2 : 1,
+            which != PROJ && which != FCPROJ,
+            pairs[which]};
+}
+
+// The end of a block's matmuls: adds the computing warps' sums, bias, activation and residual, and sends the result or
+// stores the logits.
+template <typename T, int NB, bool EXTENDED, int BITS>
+struct Outputs {
+    const Arguments<T>& a;
+    Shared<NB, EXTENDED, T>& shared;
+    const Partial<NB, BITS>& partial;
+    const T* const residual;
+
+    // The biases of the block's rows. Computing warps that end matmuls (packed weights) store some for the next one
+    // while others still add these.
+    __device__ __forceinline__ T* biases_of(int which) const { return shared.biases[BITS > 0 ? which & 1 : 0]; }
+    // The row of the bias whose value is i-th there: those of each pair's first output come first, then
+    // those of the second; of gate, then of up.
+    __device__ __forceinline__ static int bias_row(const Matmul& op, const MatrixPlan& p, int i) {
+        const int owned = op.owned(), r = (i >= owned) + (i >= 2 * owned) + (i >= 3 * owned);
+        return 2 * (r / 2 * p.pairs + op.pairs.first + i - r * owned) + r % 2;
+    }
+
+    // An output pair of the block, and the rows of Partial that have its sums: row and row + 1, with SwiGLU those of
+    // gate; those of up are `to_up` further.
+    struct Output {
+        int pair, row, to_up;
+    };
+    // first: stage of the chunk.
+    __device__ __forceinline__ static Output output_of(const Matmul& op, const MatrixPlan& p, int first, int pair) {
+        const int ring_stage = pair >> p.log_per_stage, begin = ring_stage << p.log_per_stage;
+        return {pair, (ring_stage - first) * p.stage_rows + 2 * (pair - begin),
+                2 * min(1 << p.log_per_stage, op.owned() - begin)};
+    }
+
+    // Of sequence n; the sums are in partial[parity].
+    __device__ __forceinline__ void finish(const Matmul& op, const MatrixPlan& p, bool has_bias, int parity,
+                                           const Output& output, int n) const {
+        const auto& [pair, row, to_up] = output;
+        const int which = op.which, owned = op.owned();
+        float y[4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (half >= op.halves) break;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                const float2 x = *reinterpret_cast<const float2*>(&partial[parity][w][n][row + half * to_up]);
+                y[2 * half] += x.x;
+                y[2 * half + 1] += x.y;
+            }
+            if (has_bias) {
+                y[2 * half] += as_float(biases_of(which)[2 * half * owned + pair]);
+                y[2 * half + 1] += as_float(biases_of(which)[(2 * half + 1) * owned + pair]);
+            }
+        }
+        const int at = op.pairs.first + pair;  // of all output pairs
+        if (which == HEAD) {
+            if constexpr (EXTENDED)
+                if (a.head_bias) {
+                    y[0] += as_float(a.head_bias[2 * at]);
+                    y[1] += as_float(a.head_bias[2 * at + 1]);
+                }
+            store_floats<2>(a.logits + n * a.logits_stride + 2 * at, Floats<2>{{y[0], y[1]}});
+            return;
+        }
+        if (which == FC) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                if (is_gated(a.activation))
+                    y[r] = activate(a.activation, y[r], y[2 + r]);
+                else
+                    y[r] = activate(a.activation, y[r]);
+            }
+        }
+        if (which == PROJ || which == FCPROJ) {
+            const T* const x = residual + n * a.C + 2 * at;
+            y[0] += as_float(x[0]);
+            y[1] += as_float(x[1]);
+        }
+        uint64_t* const to = a.matmul_words[which] + int64_t(n) * (2 * p.pairs / PER_WORD<T>);
+        send<T>(to, at, y[0], y[1], op.epoch);
+    }
 };
 
 // The computing warps of a block.
@@ -87,6 +184,7 @@ struct ComputingWarps {
     const int thread, warp, lane;
     const int my_head;   // of an attention task: the thread has two channels of it
     const Slice normed;  // the warp's part of C
+    const Outputs<T, NB, EXTENDED, BITS> outputs;
 
     __device__ __forceinline__ ComputingWarps(const Arguments<T>& arguments, Shared<NB, EXTENDED, T>& of_block,
                                               Partial<NB, BITS>& sums, float2 (*const statistics)[HEADS], char* dynamic)
@@ -102,7 +200,8 @@ struct ComputingWarps {
           warp(thread / WARP),
           lane(thread % WARP),
           my_head(2 * thread / a.HS),
-          normed(slice_of<T, PACKED>(a.C, warp)) {}
+          normed(slice_of<T, PACKED>(a.C, warp)),
+          outputs{a, shared, partial, residual} {}
 
     // The stage loop, in model order: QKV, attention and PROJ, FC, FCPROJ of each layer, then the head. All matmuls run
     // the same code, so that it stays in the instruction cache.
@@ -110,16 +209,13 @@ struct ComputingWarps {
         const uint32_t epoch = shared.epoch;
         prepare_attention();
         sync_computing_warps();
-        const int swiglu_halves = is_gated(a.activation) ? 2 : 1;
-        int parity = 0;  // of partial
+        int chunk = 0;  // of all matmuls
 #pragma unroll 1
         for (int i = 0; i <= LAYER_MATRICES * a.num_layers; i++) {
-            const int l = i / LAYER_MATRICES, which = l < a.num_layers ? i % LAYER_MATRICES : int(HEAD);
+            const Matmul op = matmul_of(a, i, epoch, shared.pairs);
+            const int l = op.layer, which = op.which, owned = op.owned();
             const MatrixPlan& p = a.plans[which];
-            const Layer& layer = layers[which == HEAD ? 0 : l];
-            const Matmul op{which, epoch + uint32_t(l) + 1, which == FC ? swiglu_halves : 1,
-                            which != PROJ && which != FCPROJ, shared.pairs[which]};
-            const int owned = op.owned();
+            const Layer& layer = layers[l];
             if (which == PROJ) {
                 Attention<HEADS, NB, EXTENDED, T>(a, layer, options_of(l), shared, first_task(l),
                                                   memory + a.attention_offset, softmax_statistics, my_head, op.epoch)
@@ -128,11 +224,11 @@ struct ComputingWarps {
                 if (EXTENDED && thread == 0 && l + 1 < a.num_layers) find_first_task(l + 1);
             }
 
-            // The biases of the block's rows: loaded early, stored before the matmul's first barrier.
-            const T* const bias = which == HEAD ? nullptr : static_cast<const T*>(layer.bias[which]);
+            // Packed: the biases of the block's rows are loaded early, and stored before the matmul's first barrier.
+            const T* const bias = PACKED && which != HEAD ? static_cast<const T*>(layer.bias[which]) : nullptr;
             const bool has_bias = bias && thread < 2 * op.halves * owned;
             T my_bias{};
-            if (has_bias) my_bias = bias[bias_row(op, p)];
+            if (has_bias) my_bias = bias[outputs.bias_row(op, p, thread)];
 
             const int norm_stage = ring.stage;
             const float* const norm_weight = reinterpret_cast<const float*>(ring.current());
@@ -143,6 +239,8 @@ struct ComputingWarps {
             const Slice slice = slice_of<T, PACKED>(p.K, warp);
             WarpProduct matmul(p, slice, 2 * op.halves * owned);
             matmul.next(ring, slice, min(a.stages_at_once, p.chunk));
+            // All warps have multiplied: `rows` may be overwritten.
+            if (!PACKED && chunk > 0) mbarrier_wait(shared.sums_full + (chunk - 1) % 2, (chunk - 1) / 2 % 2);
             if (i == 0)
                 embed();
             else
@@ -154,19 +252,28 @@ struct ComputingWarps {
             }
             // Early, while no other load is waited for.
             if (which == FC && l + 1 < a.num_layers) prefetch_cache(layers[l + 1], first_task(l + 1));
-            if (has_bias) shared.biases[which & 1][thread] = my_bias;
+            if (has_bias) outputs.biases_of(which)[thread] = my_bias;
             __syncwarp();
             if (owned == 0) sync_computing_warps();  // so that no block is more than a matmul ahead
             int first = 0, done = 0;                 // stages: of this chunk, multiplied
             while (matmul.taken > 0) {
+                const int parity = chunk % 2;  // of partial
+                if (!PACKED && done == first) mbarrier_wait(shared.sums_free + parity, chunk / 2 % 2 ^ 1);
                 float(*const to)[CHUNK_ROWS] =
                     reinterpret_cast<float(*)[CHUNK_ROWS]>(&partial[parity][warp][0][(done - first) * p.stage_rows]);
                 matmul.multiply(ring, rows + slice.first * W, shared.zeros, a.N, to);
                 done += matmul.taken;
                 if (done - first == p.chunk || matmul.rows_left <= 0) {
-                    sync_computing_warps();
-                    finish_rows(op, p, bias, parity, first, done);
-                    parity ^= 1;
+                    if constexpr (PACKED) {
+                        sync_computing_warps();
+                        const auto output = outputs.output_of(op, p, first, (first << p.log_per_stage) + thread / NB);
+                        if (output.pair < min(done << p.log_per_stage, owned) && thread % NB < a.N)
+                            outputs.finish(op, p, bias, parity, output, thread % NB);
+                    } else {
+                        __syncwarp();
+                        if (lane == 0) mbarrier_arrive(shared.sums_full + parity);
+                    }
+                    chunk++;
                     first = done;
                 }
                 matmul.next(ring, slice, min(a.stages_at_once, p.chunk - (done - first)));
@@ -275,44 +382,52 @@ struct ComputingWarps {
     // OF_EMBEDDING: in place, with the bias of the norm after the embedding.
     template <bool OF_EMBEDDING = false>
     __device__ __forceinline__ void norm(const float* weight, bool has_bias) {
-        const int quads = normed.count * (W / Q);
-        float mean[NB] = {}, m2[NB] = {};
-        if (a.centred) {
-            for_each_quad([&](int n, int at, int) { mean[n] = add_elements(mean[n], load_floats<Q>(residual + at)); });
-            const float per_element = 1 / float(max(quads * Q, 1));
+        // One pass: differences from the slice's first element (shifted data: Chan, Golub and LeVeque, 1983). Squares
+        // of n of them are at most n times M2, so that nothing is lost where the mean is large.
+        float shift[NB] = {}, sum[NB] = {}, squares[NB] = {};
+        __syncwarp();  // a lane has received that element
+        if (a.centred && normed.count > 0)
 #pragma unroll
-            for (int n = 0; n < NB; n++) mean[n] = warp_sum(mean[n]) * per_element;
-        }
-        for_each_quad(
-            [&](int n, int at, int) { m2[n] = add_squared_deviations(m2[n], load_floats<Q>(residual + at), mean[n]); });
+            for (int n = 0; n < NB; n++) shift[n] = as_float(residual[min(n, a.N - 1) * a.C + normed.first * W]);
+        for_each_quad([&](int n, int at, int) {
+            const Floats<Q> x = load_floats<Q>(residual + at);
 #pragma unroll
-        for (int n = 0; n < NB; n++) {
-            m2[n] = warp_sum(m2[n]);
-            if (lane == 0) shared.norm_parts[n][warp] = {mean[n], m2[n]};
-        }
+            for (int k = 0; k < Q; k++) {
+                sum[n] += x[k] - shift[n];
+                squares[n] = fmaf(x[k] - shift[n], x[k] - shift[n], squares[n]);
+            }
+        });
+#pragma unroll
+        for (int offset = WARP / 2; offset > 0; offset /= 2)
+#pragma unroll
+            for (int n = 0; n < NB; n++) {
+                sum[n] += __shfl_xor_sync(ALL_LANES, sum[n], offset);
+                squares[n] += __shfl_xor_sync(ALL_LANES, squares[n], offset);
+            }
+        if (lane == 0)
+#pragma unroll
+            for (int n = 0; n < NB; n++) {
+                const float mean = a.centred ? sum[n] * shared.norm_shares[warp] : 0.0f;
+                shared.norm_parts[n][warp] = {shift[n] + mean, fmaf(-mean, sum[n], squares[n])};
+            }
         sync_computing_warps();
         // Lane n combines the warps' parts for sequence n.
-        RowPart part[WARPS];
-        // RMSNorm has no mean. Beside dense weights, the choice would cost a step of GPT-2 124M 3%.
-        const bool centred = !PACKED || a.centred;
         float row_mean = 0, row_m2 = 0;
+        RowPart part[WARPS];
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             part[w] = shared.norm_parts[lane % NB][w];
-            if (centred) row_mean = fmaf(part[w].mean, float(slice_of<T, PACKED>(a.C, w).count * W), row_mean);
+            row_mean = fmaf(part[w].mean, shared.norm_counts[w], row_mean);
         }
-        row_mean /= float(a.C);
+        row_mean *= a.per_channel;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const float count = float(slice_of<T, PACKED>(a.C, w).count * W);
-            row_m2 += centred ? m2_around(row_mean, part[w], count) : part[w].m2;
-        }
-        const float rstd = rsqrtf(row_m2 / float(a.C) + a.eps);
+        for (int w = 0; w < WARPS; w++) row_m2 += m2_around(row_mean, part[w], shared.norm_counts[w]);
+        const float rstd = rsqrtf(fmaf(row_m2, a.per_channel, a.eps));
         float means[NB], rstds[NB];
 #pragma unroll
         for (int n = 0; n < NB; n++) {
-            means[n] = __shfl_sync(ALL_LANES, row_mean, n);
-            rstds[n] = __shfl_sync(ALL_LANES, rstd, n);
+            means[n] = NB == 1 ? row_mean : __shfl_sync(ALL_LANES, row_mean, n);
+            rstds[n] = NB == 1 ? rstd : __shfl_sync(ALL_LANES, rstd, n);
         }
         for_each_quad([&](int n, int at, int c) {
             const Floats<Q> x = load_floats<Q>(residual + at), scale = load_floats<Q>(weight + c);
@@ -334,91 +449,84 @@ struct ComputingWarps {
                 for (const void* cache : {layer.k, layer.v}) prefetch_line(static_cast<const T*>(cache) + at + c);
         }
     }
+};
 
-    // The thread's row of the bias, for a thread below 2·halves·owned.
-    __device__ __forceinline__ int bias_row(const Matmul& op, const MatrixPlan& p) const {
-        const int r = thread / op.owned();
-        return 2 * (r / 2 * p.pairs + op.pairs.first + thread - r * op.owned()) + r % 2;
-    }
+// The warp that ends matmuls of dense weights, while the computing warps load the next one's.
+template <typename T, int NB, bool EXTENDED>
+struct FinishingWarp {
+    const Outputs<T, NB, EXTENDED, 0> outputs;
+    const Layer* const layers;
+    const int lane;
 
-    // The end of the matmul for the stages [first, end): adds the warps' sums, bias, activation and residual, and sends
-    // the result or stores the logits. One thread for each output pair and sequence.
-    __device__ __forceinline__ void finish_rows(const Matmul& op, const MatrixPlan& p, const T* bias, int parity,
-                                                int first, int end) {
-        const int which = op.which, owned = op.owned();
-        const int n = thread % NB, pair = (first << p.log_per_stage) + thread / NB;
-        if (n >= a.N || pair >= min(end << p.log_per_stage, owned)) return;
-        const int ring_stage = pair >> p.log_per_stage, begin = ring_stage << p.log_per_stage;
-        const int row = (ring_stage - first) * p.stage_rows + 2 * (pair - begin);
-        const int to_up = 2 * min(1 << p.log_per_stage, owned - begin);
-        float y[4] = {};
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (half >= op.halves) break;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) {
-                const float2 x = *reinterpret_cast<const float2*>(&partial[parity][w][n][row + half * to_up]);
-                y[2 * half] += x.x;
-                y[2 * half + 1] += x.y;
-            }
+    __device__ __forceinline__ void run() const {
+        const auto& a = outputs.a;
+        auto& shared = outputs.shared;
+        const uint32_t epoch = shared.epoch;
+        int chunk = 0;  // of all matmuls
+#pragma unroll 1
+        for (int i = 0; i <= LAYER_MATRICES * a.num_layers; i++) {
+            const Matmul op = matmul_of(a, i, epoch, shared.pairs);
+            const MatrixPlan& p = a.plans[op.which];
+            const T* const bias = op.which == HEAD ? nullptr : static_cast<const T*>(layers[op.layer].bias[op.which]);
             if (bias) {
-                y[2 * half] += as_float(shared.biases[which & 1][2 * half * owned + pair]);
-                y[2 * half + 1] += as_float(shared.biases[which & 1][(2 * half + 1) * owned + pair]);
+#pragma unroll 1
+                for (int j = lane; j < 2 * op.halves * op.owned(); j += WARP)
+                    outputs.biases_of(op.which)[j] = bias[outputs.bias_row(op, p, j)];
+                __syncwarp();
             }
-        }
-        const int at = op.pairs.first + pair;  // of all output pairs
-        if (which == HEAD) {
-            if constexpr (EXTENDED)
-                if (a.head_bias) {
-                    y[0] += as_float(a.head_bias[2 * at]);
-                    y[1] += as_float(a.head_bias[2 * at + 1]);
+            const int per_stage = 1 << p.log_per_stage, stages = (op.owned() + per_stage - 1) >> p.log_per_stage;
+#pragma unroll 1
+            for (int first = 0; first < stages; first += p.chunk, chunk++) {
+                const int begin = first << p.log_per_stage,
+                          end = min(min(first + p.chunk, stages) << p.log_per_stage, op.owned());
+                auto output = outputs.output_of(op, p, first, begin + lane / NB);
+                mbarrier_wait(shared.sums_full + chunk % 2, chunk / 2 % 2);
+#pragma unroll 1
+                while (output.pair < end) {
+                    if (lane % NB < a.N) outputs.finish(op, p, bias, chunk % 2, output, lane % NB);
+                    output = outputs.output_of(op, p, first, output.pair + WARP / NB);
                 }
-            store_floats<2>(a.logits + n * a.logits_stride + 2 * at, Floats<2>{{y[0], y[1]}});
-            return;
-        }
-        if (which == FC) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                if (is_gated(a.activation))
-                    y[r] = activate(a.activation, y[r], y[2 + r]);
-                else
-                    y[r] = activate(a.activation, y[r]);
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(shared.sums_free + chunk % 2);
             }
         }
-        if (which == PROJ || which == FCPROJ) {
-            const T* const x = residual + n * a.C + 2 * at;
-            y[0] += as_float(x[0]);
-            y[1] += as_float(x[1]);
-        }
-        uint64_t* const to = a.matmul_words[which] + int64_t(n) * (2 * p.pairs / PER_WORD<T>);
-        send<T>(to, at, y[0], y[1], op.epoch);
     }
 };
 
 template <typename T, int NB, int HEADS, bool EXTENDED, int BITS>
-__global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __grid_constant__ Arguments<T> a) {
+__global__ void __launch_bounds__(block_threads(BITS), 1) decode_step_kernel(const __grid_constant__ Arguments<T> a) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) char memory[];
     __shared__ Shared<NB, EXTENDED, T> shared;
     __shared__ Partial<NB, BITS> partial;
     __shared__ float2 softmax_statistics[WARPS][HEADS];
     static_assert(sizeof(shared) + sizeof(partial) + sizeof(softmax_statistics) <= reserved_bytes(NB, BITS));
+    constexpr int BLOCK_THREADS = block_threads(BITS);
     const int thread = int(threadIdx.x), warp = thread / WARP, lane = thread % WARP;
     Layer* const layers = reinterpret_cast<Layer*>(memory + a.layers_offset);
 #pragma unroll 1
-    for (int s = thread; s < a.stages; s += THREADS + WARP) {
+    for (int s = thread; s < a.stages; s += BLOCK_THREADS) {
         mbarrier_init(shared.full + s, 1);
         mbarrier_init(shared.empty + s, WARPS);
     }
-    if (thread == 0) mbarrier_init_fence();
+    if (thread < 2) {
+        mbarrier_init(shared.sums_full + thread, WARPS);
+        mbarrier_init(shared.sums_free + thread, 1);
+    }
+    mbarrier_init_fence();
 #pragma unroll 1
-    for (int i = thread; i < a.num_layers * int(LAYER_BYTES<EXTENDED> / sizeof(uint64_t)); i += THREADS + WARP)
+    for (int i = thread; i < a.num_layers * int(LAYER_BYTES<EXTENDED> / sizeof(uint64_t)); i += BLOCK_THREADS)
         reinterpret_cast<uint64_t*>(layers)[i] = reinterpret_cast<const uint64_t*>(a.layers)[i];
     if (thread < a.N) {
         shared.positions[thread] = a.positions[thread];
         shared.slots[thread] = a.slots[thread];
     }
     if (thread == 0) shared.epoch = *a.epoch;
+    if (thread < WARPS) {
+        const float count = float(slice_of<T, (BITS > 0)>(a.C, thread).count * FULL_WIDTH<T>);
+        shared.norm_counts[thread] = count;
+        shared.norm_shares[thread] = 1 / max(count, 1.0f);
+    }
     if (BITS > 0 && thread < int(PACKED_GROUP)) shared.zeros[thread] = from_float<T>(0);
     if (thread < MATRICES) shared.pairs[thread] = pairs_of_block(a.plans[thread]);
     __syncthreads();
@@ -427,6 +535,11 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
         if (BITS > 0 || lane == 0) stream_weights<T, BITS>(a, layers, shared.pairs, ring);
         return;
     }
+    if constexpr (BITS == 0)
+        if (warp == WARPS + 1) {
+            const T* const residual = reinterpret_cast<const T*>(memory + a.residual_offset);
+            return FinishingWarp<T, NB, EXTENDED>{{a, shared, partial, residual}, layers, lane}.run();
+        }
     ComputingWarps<T, NB, HEADS, EXTENDED, BITS>(a, shared, partial, softmax_statistics, memory).run(ring);
 #endif
 }
@@ -443,7 +556,7 @@ void launch(const char* op, const Arguments<T>& a, const Plan& z, bool extended,
         cooperative.val.cooperative = 1;
         cudaLaunchConfig_t config = {};
         config.gridDim = grid_of(z.blocks);
-        config.blockDim = dim3(THREADS + WARP);
+        config.blockDim = dim3(block_threads(BITS));
         config.dynamicSmemBytes = size_t(bytes);
         config.stream = cuda_stream(stream);
         config.attrs = &cooperative;

@@ -8,39 +8,50 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// One block for each token. A thread reads both channels of a rotated pair before it writes them, so that q can be
-// rotated in place. Channels beyond the pairs, and v, are copied.
+// One block for each token. A thread has W channels: of both halves of W rotated pairs, which it reads before it
+// writes, so that q can be rotated in place; or of k beyond the pairs, or of v, which are copied.
 //
-// LLaMA 1B, a prompt of 1,000 tokens: 1,000 blocks. (32 + 8) heads of 32 pairs are 5 pairs a thread, and 8 heads of 64
-// channels of v are 2 channels a thread.
-template <typename T>
+// LLaMA 1B, a prompt of 1,000 tokens: 1,000 blocks. (32 + 8) heads of 32 pairs and 8 heads of 64 channels of v are 160
+// + 64 threads of W = 8.
+template <int W, typename T>
 __global__ void __launch_bounds__(THREADS)
     kv_append_kernel(T* k_cache, T* v_cache, T* qkv, int64_t stride, const int32_t* rows, int64_t num_rows,
                      Angles angles, int NH, int NKV, int HS) {
     pdl_wait();
     pdl_launch_dependents();
     const int64_t token = blockIdx.x, row = rows[token];
-    T* const q = qkv + token * stride;
+    T *const q = qkv + token * stride, *const k = q + int64_t(NH) * HS;
     const float* const rotation = angles.of(token);
     const bool has_row = row >= 0 && row < num_rows;
     if (!has_row) return;
-    T* const to_k = k_cache + row * NKV * HS;
-    T* const to_v = v_cache + row * NKV * HS;
+    T *const to_k = k_cache + row * NKV * HS, *const to_v = v_cache + row * NKV * HS;
     const int pairs = rotation ? angles.pairs : 0, rest = HS - 2 * pairs;
-    for (int i = threadIdx.x; i < (NH + NKV) * pairs; i += THREADS) {
-        const int head = i / pairs, c = i - head * pairs;
-        const T* const x = q + int64_t(head) * HS;
-        const float first = rotated(x, c, rotation, pairs), second = rotated(x, c + pairs, rotation, pairs);
-        T* const to = head < NH ? q + int64_t(head) * HS : to_k + int64_t(head - NH) * HS;
-        to[c] = from_float<T>(first);
-        to[c + pairs] = from_float<T>(second);
+    const int rotated_end = (NH + NKV) * (pairs / W), k_end = rotated_end + NKV * (rest / W),
+              v_end = k_end + NKV * (HS / W);
+    for (int i = threadIdx.x; i < v_end; i += THREADS) {
+        if (i < rotated_end) {
+            const int head = i / (pairs / W), c = (i - head * (pairs / W)) * W;
+            const T* const x = q + int64_t(head) * HS + c;
+            const Floats<W> a = load_floats<W>(x), b = load_floats<W>(x + pairs);
+            const Floats<2 * W> cos_sin = load_floats<2 * W>(rotation + 2 * c);
+            Floats<W> rotated_a, rotated_b;
+#pragma unroll
+            for (int j = 0; j < W; j++) {
+                const float cosine = cos_sin[2 * j], sine = cos_sin[2 * j + 1];
+                rotated_a[j] = a[j] * cosine - b[j] * sine;
+                rotated_b[j] = b[j] * cosine + a[j] * sine;
+            }
+            T* const to = head < NH ? q + int64_t(head) * HS + c : to_k + int64_t(head - NH) * HS + c;
+            store_floats<W>(to, rotated_a);
+            store_floats<W>(to + pairs, rotated_b);
+        } else if (i < k_end) {
+            const int j = i - rotated_end, at = j / (rest / W) * HS + 2 * pairs + j % (rest / W) * W;
+            store_pack<W>(to_k + at, load_pack<W>(k + at));
+        } else {
+            const int at = (i - k_end) * W;
+            store_pack<W>(to_v + at, load_pack<W>(k + NKV * HS + at));
+        }
     }
-    const T* const k = q + int64_t(NH) * HS;
-    for (int i = threadIdx.x; i < NKV * rest; i += THREADS) {
-        const int at = i / rest * HS + 2 * pairs + i % rest;
-        to_k[at] = k[at];
-    }
-    for (int i = threadIdx.x; i < NKV * HS; i += THREADS) to_v[i] = k[NKV * HS + i];
 }
 
 // A thread copies one vector of a row of k, and the same of v. blockIdx: the row, THREADS vectors of it.
@@ -70,9 +81,14 @@ void kv_append(Tensor k_cache, Tensor v_cache, Tensor qkv, Tensor rows, Tensor a
     if (table) rope_angles = {angles.as<int32_t>(), table.as<float>(), table.shape[0], int(z.rope_pairs)};
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
-        launch_pdl(op, kv_append_kernel<T>, grid_of(z.N), THREADS, 0, stream, k_cache.as<T>(), v_cache.as<T>(),
-                   qkv.as<T>(), row_stride(qkv), rows.as<int32_t>(), z.rows, rope_angles, int(NH), int(z.NKV),
-                   int(z.HS));
+        constexpr int FULL = FULL_WIDTH<T>;
+        const bool full = rows_aligned({k_cache, v_cache, qkv}) && start_aligned(table) && z.HS % FULL == 0 &&
+                          rope_angles.pairs % FULL == 0;
+        dispatch_width<T>(full, [&](auto width) {
+            launch_pdl(op, kv_append_kernel<decltype(width)::value, T>, grid_of(z.N), THREADS, 0, stream,
+                       k_cache.as<T>(), v_cache.as<T>(), qkv.as<T>(), row_stride(qkv), rows.as<int32_t>(), z.rows,
+                       rope_angles, int(NH), int(z.NKV), int(z.HS));
+        });
     });
 }
 

@@ -233,11 +233,10 @@ void linear(const LinearOutput& output, Tensor inp, const InputNorm& norm, const
     if (activation != Activation::None) activation_forward(activation, out, y, stream);
 }
 
-bool linear_takes_unscaled(int64_t, const LinearWeights&, DType) {
+bool linear_takes_unscaled(int64_t, const LinearWeights&, const InputNorm&, DType) {
     return false;
 }
 
-bool linear_unscaled(const LinearOutput&, const UnscaledRows&, const LinearWeights&, const UnscaledRows&, Tensor,
-                     Stream) {
+bool linear_unscaled(const LinearOutput&, const UnscaledRows&, const LinearWeights&, const UnscaledRows&, Stream) {
     return false;
 }

@@ -55,7 +55,7 @@ bool launch_own_kernel(const LinearParams<T>& p, bool batch_invariant, Stream st
     if ((few || batch_invariant) && linear_gemv(OP, p, stream)) return true;
     if constexpr (sizeof(T) == 2) {
 #ifdef HAVE_SM90A
-        if (linear_small_batch_hopper(OP, p, stream) || linear_dense_hopper(OP, p, {}, stream)) return true;
+        if (linear_small_batch_hopper(OP, p, {}, stream) || linear_dense_hopper(OP, p, {}, stream)) return true;
 #endif
         return linear_small_batch(OP, p, stream);
     }
@@ -98,7 +98,7 @@ void linear_in_dtype(const LinearSizes& z, const LinearOutput& output, const Ten
     if (norm.weight && launched(x, {})) return;
     if (activation != Activation::None)
         return matmul_forward_activation(activation, out, linear_pre_activation(scratch, z, inp), x, weight, bias,
-                                         stream);
+                                         stream, false);
     if (!residual) return matmul_forward(out, x, weight, bias, stream);
     if (row_stride(residual) != row_stride(out)) {
         const size_t item = size_t(dtype_size(inp.dtype)), width = size_t(z.columns) * item;
@@ -243,42 +243,54 @@ bool linear_with_adapters(const LinearOutput& output, Tensor inp, const LinearWe
 }
 
 bool linear_takes_unscaled([[maybe_unused]] int64_t N, [[maybe_unused]] const LinearWeights& weights,
-                           [[maybe_unused]] DType dtype) {
+                           [[maybe_unused]] const InputNorm& norm, [[maybe_unused]] DType dtype) {
 #ifdef HAVE_SM90A
     if (!is_hopper() || dtype != DType::BF16 || N <= linear_gemv_rows(dtype) || N > UNSCALED_MAX_ROWS || weights.nf4)
         return false;
-    if (weights.packed) return true;
+    const bool rms = !norm.centred && !norm.bias;
+    if (weights.packed) return rms;
     const int64_t C = weights.weight.shape[1], OC = weights.weight.shape[0];
-    return dense_hopper_takes(C, OC) && !small_batch_hopper_takes(C, OC, true) && rows_aligned({weights.weight});
+    if (!rows_aligned({weights.weight})) return false;
+    return small_batch_hopper_takes_at_once(C, OC) ||
+           (rms && dense_hopper_takes(C, OC) && !small_batch_hopper_takes_norm(C, OC));
 #else
     return false;
 #endif
 }
 
 bool linear_unscaled(const LinearOutput& output, const UnscaledRows& inp, const LinearWeights& weights,
-                     const UnscaledRows& next, Tensor next_weight, [[maybe_unused]] Stream stream) {
+                     const UnscaledRows& next, [[maybe_unused]] Stream stream) {
     const char* op = "linear_unscaled";
-    const LinearSizes z = check_linear(op, DType::BF16, output, inp.rows, {}, weights);
-    const auto check_squares = [&](const char* name, const Tensor& squares, int64_t C) {
-        check_tensor(op, name, squares, DType::F32, {unscaled_sums(C), UNSCALED_MAX_ROWS});
+    const LinearSizes z = check_linear(op, DType::BF16, output, inp.rows, inp.norm, weights);
+    const auto check_parts = [&](const char* name, const Tensor& parts, int64_t C) {
+        check_tensor(op, name, parts, DType::F32, {unscaled_parts(C), UNSCALED_MAX_ROWS, 2});
     };
-    if (inp.squares) check_squares("inp.squares", inp.squares, z.C);
+    require(!inp.norm.weight || inp.parts, op, ": inp has a norm, but no parts");
+    if (inp.parts) check_parts("inp.parts", inp.parts, z.C);
     if (next.rows) {
         require(output.activation == Activation::None, op,
                 ": rows of a norm are made of outputs without an activation");
         check_tensor(op, "next.rows", next.rows, DType::BF16, {z.N, z.columns});
-        check_squares("next.squares", next.squares, z.columns);
-        check_tensor(op, "next_weight", next_weight, DType::F32, {z.columns});
+        check_parts("next.parts", next.parts, z.columns);
+        check_tensor(op, "next.norm.weight", next.norm.weight, DType::F32, {z.columns});
     }
 #ifdef HAVE_SM90A
     if (z.N == 0 || z.N > UNSCALED_MAX_ROWS || weights.nf4) return false;
-    auto p = make_params<bf16>(z, output, inp.rows, {}, weights);
-    p.eps = inp.eps;
+    const auto p = make_params<bf16>(z, output, inp.rows, inp.norm, weights);
     UnscaledParams<bf16> unscaled{};
-    unscaled.squares = inp.squares.as<float>();
-    if (next.rows) unscaled.next_rows = next.rows.as<bf16>();
-    unscaled.next_squares = next.squares.as<float>();
-    unscaled.next_weight = next_weight.as<float>();
+    unscaled.parts = reinterpret_cast<const RowPart*>(inp.parts.as<float>());
+    if (next.rows) {
+        unscaled.next_rows = next.rows.as<bf16>();
+        unscaled.next_parts = reinterpret_cast<RowPart*>(next.parts.as<float>());
+        unscaled.next_weight = next.norm.weight.as<float>();
+        unscaled.next_centred = next.norm.centred;
+    }
+    if (weights.weight && small_batch_hopper_takes_at_once(z.C, z.OC) &&
+        linear_small_batch_hopper(op, p, unscaled, stream))
+        return true;
+    // The kernels that stream weights have no means.
+    const auto rms = [](const Tensor& parts, const InputNorm& norm) { return !parts || (!norm.centred && !norm.bias); };
+    if (!rms(inp.parts, inp.norm) || !rms(next.parts, next.norm)) return false;
     return weights.packed ? linear_packed_hopper(op, p, unscaled, *weights.packed, stream)
                           : linear_dense_hopper(op, p, unscaled, stream);
 #else

@@ -21,14 +21,15 @@ struct LinearParams {
     Activation activation;
 };
 
-// UnscaledRows of a layer: sums of squares of inp's rows, whose eps is LinearParams'; rows and squares to make, and the
-// weight of their norm. Null where the layer has none.
+// UnscaledRows of a layer: the parts of inp's rows, whose norm is LinearParams'; rows and parts to make, and their
+// norm. Null where the layer has none.
 template <typename T>
 struct UnscaledParams {
-    const float* squares;
+    const struct RowPart* parts;
     T* next_rows;
-    float* next_squares;
+    RowPart* next_parts;
     const float* next_weight;
+    bool next_centred;
 };
 
 constexpr int SMALL_BATCH_MAX_N = 64;
@@ -61,11 +62,14 @@ bool linear_small_batch(const char* op, const LinearParams<T>& p, Stream stream)
 
 // The same by TMA and wgmma in clusters, on Hopper GPUs (linear_hopper.cu). Builds that have it define HAVE_SM90A.
 template <typename T>
-bool linear_small_batch_hopper(const char* op, const LinearParams<T>& p, Stream stream);
-// Whether it takes a matrix of this size.
-bool small_batch_hopper_takes(int64_t C, int64_t OC, bool has_norm);
+bool linear_small_batch_hopper(const char* op, const LinearParams<T>& p, const UnscaledParams<T>& unscaled,
+                               Stream stream);
+// Whether it takes a matrix of this size, with a norm whose statistics are not known, and in one wave without.
+bool small_batch_hopper_takes_norm(int64_t C, int64_t OC);
+bool small_batch_hopper_takes_at_once(int64_t C, int64_t OC);
 
-// The same for larger matrices, without a norm, OC a multiple of 16 (linear_dense_hopper.cu).
+// The same for larger matrices, without a norm or behind an RMSNorm whose rows are unscaled, OC a multiple of 16
+// (linear_dense_hopper.cu).
 template <typename T>
 bool linear_dense_hopper(const char* op, const LinearParams<T>& p, const UnscaledParams<T>& unscaled, Stream stream);
 // Whether it takes a matrix of this size.

@@ -56,26 +56,28 @@ int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype, bool packe
 // The same for NF4 weights.
 int64_t linear_nf4_scratch(int64_t N, int64_t C, int64_t OC, DType dtype);
 
-// Rows between a residual and the RMSNorm before a layer, in a form that needs no pass of its own over them: the layer
-// that makes the residual x also writes x∘w, w being the norm's weight, and sums of squares; the layer behind the norm
-// multiplies x∘w by its weights and its sums by the norm's scale:
+// Rows between a residual and the norm before a layer, in a form that needs no pass of its own over them: the layer
+// that makes the residual x also writes x∘w, w being the norm's weight, and the mean and M2 (kernels/cuda/
+// row_statistics.cuh) of parts of x's rows; the layer behind the norm multiplies x∘w by its weights, and its sums
+// become
 //
-//   y[n, o] = (Σ_c (x∘w)[n, c]·weight[o, c])·(Σ_c x[n, c]²/C + eps)^(−1/2) + bias[o]
+//   y[n, o] = (Σ_c (x∘w)[n, c]·weight[o, c] − mean[n]·Σ_c w[c]·weight[o, c])·rstd[n]
+//             + Σ_c b[c]·weight[o, c] + bias[o]
 //
-// x∘w is rounded to T, where otherwise the norm's result is.
+// mean = 0 and b = 0 are RMSNorm. x∘w is rounded to T, where otherwise the norm's result is.
 struct UnscaledRows {
-    Tensor rows;          // [N, C]: x∘w; without squares: a layer's input
-    Tensor squares = {};  // [unscaled_sums(C), UNSCALED_MAX_ROWS] fp32: Σ x[n, c]² of UNSCALED_COLUMNS columns each
-    float eps = 0;
+    Tensor rows;          // [N, C]: x∘w; without parts: a layer's input
+    Tensor parts = {};    // [unscaled_parts(C), UNSCALED_MAX_ROWS, 2] fp32: mean, M2 of UNSCALED_COLUMNS columns each
+    InputNorm norm = {};  // between x and the layer that reads the rows
 };
-constexpr int64_t UNSCALED_COLUMNS = 128, UNSCALED_MAX_ROWS = 64;
-constexpr int64_t unscaled_sums(int64_t C) {
+constexpr int64_t UNSCALED_COLUMNS = 64, UNSCALED_MAX_ROWS = 64;
+constexpr int64_t unscaled_parts(int64_t C) {
     return (C + UNSCALED_COLUMNS - 1) / UNSCALED_COLUMNS;
 }
 
-// Whether linear_unscaled() multiplies N rows behind an RMSNorm by these weights, and linear() would not be faster.
-bool linear_takes_unscaled(int64_t N, const LinearWeights& weights, DType dtype);
-// A layer that reads or makes such rows, or both: x of `next` is out, which has no activation then. next_weight: that
-// norm's [C] fp32. On Hopper GPUs, up to 64 rows in bf16; false where that is not supported.
+// Whether linear_unscaled() multiplies N rows behind the norm by these weights, and linear() would not be faster.
+bool linear_takes_unscaled(int64_t N, const LinearWeights& weights, const InputNorm& norm, DType dtype);
+// A layer that reads or makes such rows, or both: x of `next` is out, which has no activation then. On Hopper GPUs, up
+// to 64 rows in bf16; false where that is not supported.
 bool linear_unscaled(const LinearOutput& output, const UnscaledRows& inp, const LinearWeights& weights,
-                     const UnscaledRows& next, Tensor next_weight, Stream stream);
+                     const UnscaledRows& next, Stream stream);

@@ -95,7 +95,8 @@ bool dense_hopper_takes(int64_t C, int64_t OC) {
 template <typename T>
 bool linear_dense_hopper(const char* op, const LinearParams<T>& layer, const UnscaledParams<T>& unscaled,
                          Stream stream) {
-    if (!dense_hopper_takes(layer.C, layer.OC) || !layer.aligned || layer.norm_weight || layer.N > SMALL_BATCH_MAX_N)
+    if (!dense_hopper_takes(layer.C, layer.OC) || !layer.aligned || layer.N > SMALL_BATCH_MAX_N ||
+        (layer.norm_weight && !unscaled.parts))
         return false;
     const TileParams<T> p = tile_params(layer, unscaled, PANEL_COLUMNS, RESIDENT);
     p.N <= 32 ? launch_dense<4>(op, p, stream) : launch_dense<8>(op, p, stream);

@@ -7,9 +7,12 @@
 //   1. TMA loads the block's slice of the weights, which no other kernel writes, before the previous kernel has ended
 //      (pdl.cuh).
 //   2. TMA loads its slice of inp. With a norm, warps load rows to registers instead; the mean and M2 of every slice go
-//      to all blocks of the cluster, which combine them (row_statistics.cuh).
+//      to all blocks of the cluster, which combine them (row_statistics.cuh). Where the layer before has made
+//      UnscaledRows (linear.h), TMA loads x∘w, and the norm is applied to the sums: two warpgroups multiply the norm's
+//      vectors by the weights while the previous kernel ends.
 //   3. Two warpgroups multiply the 64 rows of inp, of which some may be missing, by half of the rows of weight each.
 //   4. The partial sums go to the block that stores those rows, eight of every 8·S, which adds the S of them in order.
+//      16 threads have a row of its tile, so that UnscaledRows of the next norm need no exchange between warps.
 //
 // A row's sums have one order, which follows from C and OC alone.
 //
@@ -29,8 +32,8 @@
 // blocks; S = 4 would take 144 blocks. A block of S = 3 has 4,160 + 1,024 + 4·16,384 + 20,736 = 91,456 bytes of shared
 // memory.
 #include "kernels/cuda/pdl.cuh"
-#include "kernels/cuda/row_statistics.cuh"
 #include "kernels/generation/linear_cluster.cuh"
+#include "kernels/generation/linear_unscaled.cuh"
 
 namespace {
 
@@ -58,9 +61,12 @@ __device__ __forceinline__ Slice slice_of(const ClusterShape& shape, int rank, i
 }
 
 struct Shared {
-    Mbarrier panel_full[MAX_PANELS];  // of the weights, and without a norm also of inp
-    Mbarrier statistics_full, sums_full;
+    Mbarrier weights_full, inp_full, statistics_full, sums_full;
     RowPart statistics[MAX_CLUSTER][BLOCK_N];  // of each block's slice
+    // UnscaledRows: of each row of inp; for each row of weight Σ w·weight and Σ b·weight over the slice, w and b being
+    // the norm's.
+    RowScale scales[BLOCK_N];
+    float2 norm_sums[BLOCK_OC];
 };
 
 struct Tiles {
@@ -160,35 +166,64 @@ __device__ __forceinline__ void normalize_rows(unsigned char* tile, Shared& shar
 __device__ __forceinline__ void load_weights(Shared& shared, const Tiles& tiles, const CUtensorMap& weight_map,
                                              const WeightRows& rows, int first_column, int panels, bool has_norm,
                                              int statistics_bytes, int sums_bytes) {
-#pragma unroll 1
-    for (int c = 0; c < panels; c++) mbarrier_init(&shared.panel_full[c], 1);
+    mbarrier_init(&shared.weights_full, 1);
+    mbarrier_init(&shared.inp_full, 1);
     mbarrier_init(&shared.statistics_full, 1);
     mbarrier_init(&shared.sums_full, 1);
     mbarrier_init_fence();
     if (has_norm) mbarrier_arrive_expect_tx(&shared.statistics_full, statistics_bytes);
     mbarrier_arrive_expect_tx(&shared.sums_full, sums_bytes);
+    mbarrier_arrive_expect_tx(&shared.weights_full, panels * BLOCK_OC * PANEL_ROW_BYTES);
+    if (!has_norm) mbarrier_arrive_expect_tx(&shared.inp_full, panels * BLOCK_N * PANEL_ROW_BYTES);
 #pragma unroll 1
     for (int c = 0; c < panels; c++) {
         unsigned char* const panel = tiles.weights + c * BLOCK_OC * PANEL_ROW_BYTES;
-        mbarrier_arrive_expect_tx(&shared.panel_full[c], (BLOCK_OC + (has_norm ? 0 : BLOCK_N)) * PANEL_ROW_BYTES);
         for (const bool second : {false, true})
             tma_load(panel + second * HALF_OC * PANEL_ROW_BYTES, &weight_map, first_column + c * PANEL_COLUMNS, 0,
-                     second ? rows.second : rows.first, &shared.panel_full[c]);
+                     second ? rows.second : rows.first, &shared.weights_full);
     }
 }
 
-// A warpgroup multiplies the rows of inp by WARPGROUP_OC rows of weight, from first_row of the tile on, and sends the
-// sums to the blocks that store them.
+// A warp multiplies the norm's vectors by eight rows of weight, of which four lanes have one each, as far as the slice
+// goes.
 template <typename T>
-__device__ __forceinline__ void multiply_and_send(Shared& shared, const Tiles& tiles, const ClusterShape& shape,
-                                                  int rank, int N, int first_row) {
-    for (int c = 0; c < shape.panels; c++) mbarrier_wait(&shared.panel_full[c], 0);
-    float sum[WARPGROUP_OC / 8][4] = {};
+__device__ __forceinline__ void multiply_norm(Shared& shared, const Tiles& tiles, const LinearParams<T>& p,
+                                              const Slice& slice, int first_row) {
+    const int lane = lane_id(), row = first_row + lane % 8;
+    float of_weight = 0, of_bias = 0;
+    mbarrier_wait(&shared.weights_full, 0);
+#pragma unroll 2
+    for (int column = lane / 8 * W; column < slice.count; column += WARP / 8 * W) {
+        const Floats<W> x = as_floats(*reinterpret_cast<const Pack<T, W>*>(tiles.weights +
+                                                                           swizzled_offset<BLOCK_OC>(row, column))),
+                        weight = load_floats<W>(p.norm_weight + slice.begin + column);
+#pragma unroll
+        for (int k = 0; k < W; k++) of_weight = fmaf(weight[k], x[k], of_weight);
+        if (!p.norm_bias) continue;
+        const Floats<W> bias = load_floats<W>(p.norm_bias + slice.begin + column);
+#pragma unroll
+        for (int k = 0; k < W; k++) of_bias = fmaf(bias[k], x[k], of_bias);
+    }
+#pragma unroll
+    for (int offset = 8; offset < WARP; offset *= 2) {
+        of_weight += __shfl_xor_sync(ALL_LANES, of_weight, offset);
+        of_bias += __shfl_xor_sync(ALL_LANES, of_bias, offset);
+    }
+    if (lane < 8) shared.norm_sums[row] = {of_weight, of_bias};
+}
+
+// A warpgroup multiplies the rows of inp by WARPGROUP_OC rows of weight, from first_row of the tile on.
+using WarpgroupSums = float[WARPGROUP_OC / 8][4];
+template <typename T>
+__device__ __forceinline__ void multiply(WarpgroupSums& sum, Shared& shared, const Tiles& tiles, int panels,
+                                         bool has_norm, int first_row) {
+    mbarrier_wait(&shared.weights_full, 0);
+    if (!has_norm) mbarrier_wait(&shared.inp_full, 0);
     const uint32_t a = k_major_descriptor(shared_address(tiles.rows)),
                    b = k_major_descriptor(shared_address(tiles.weights) + first_row * PANEL_ROW_BYTES);
     pin_registers(sum);
 #pragma unroll 1
-    for (int c = 0; c < shape.panels; c++) {
+    for (int c = 0; c < panels; c++) {
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < PANEL_COLUMNS / 16; k++)
@@ -199,20 +234,71 @@ __device__ __forceinline__ void multiply_and_send(Shared& shared, const Tiles& t
     }
     wgmma_wait<0>();
     pin_registers(sum);
-    send_sums<PITCH>(sum, tiles.sums, &shared.sums_full, first_row, rank, shape.blocks, N);
+}
+
+// Applies the norm to the sums of x∘w over the slice. It is linear in them, so that the slices' results can be added.
+__device__ __forceinline__ void scale_sums(WarpgroupSums& sum, const Shared& shared, int first_row) {
+    const int lane = lane_id(), warp = int(threadIdx.x) / WARP % (WARPGROUP / WARP);
+    const RowScale scales[2] = {shared.scales[16 * warp + lane / 4], shared.scales[16 * warp + lane / 4 + 8]};
+#pragma unroll
+    for (int n = 0; n < WARPGROUP_OC / 8; n++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float2 norm = shared.norm_sums[first_row + 8 * n + 2 * (lane % 4) + k % 2];
+            const RowScale& row = scales[k / 2];
+            sum[n][k] = fmaf(fmaf(-row.mean, norm.x, sum[n][k]), row.rstd, norm.y);
+        }
+}
+
+// The weights of the next norm at a thread's four outputs.
+template <typename T>
+__device__ __forceinline__ void load_next_weight(float (&weight)[2][2], const LinearParams<T>& p,
+                                                 const UnscaledParams<T>& unscaled, const FourOutputs<T>& to) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (to.columns[i / 2] + i % 2 < p.columns)
+            weight[i / 2][i % 2] = unscaled.next_weight[to.columns[i / 2] + i % 2];
+}
+
+// Stores the UnscaledRows of four outputs of a row, x, which are 0 past its end. 16 lanes have the row's part.
+template <typename T>
+__device__ __forceinline__ void store_unscaled(const LinearParams<T>& p, const UnscaledParams<T>& unscaled,
+                                               const FourOutputs<T>& to, const float (&x)[2][2],
+                                               const float (&weight)[2][2], int row) {
+    const auto sum_of_part = [lanes = 0xffffu << (lane_id() & 16)](float v) {
+#pragma unroll
+        for (int offset = 1; offset < 16; offset *= 2) v += __shfl_xor_sync(lanes, v, offset);
+        return v;
+    };
+    const int part = int(blockIdx.y);
+    const float count = float(min(int64_t(BLOCK_OC), p.columns - part * BLOCK_OC));
+    const float mean = unscaled.next_centred ? sum_of_part(x[0][0] + x[0][1] + x[1][0] + x[1][1]) / count : 0.0f;
+    float m2 = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int column = to.columns[i / 2] + i % 2;
+        const float value = x[i / 2][i % 2];
+        if (column >= p.columns) continue;
+        m2 = fmaf(value - mean, value - mean, m2);
+        unscaled.next_rows[row * p.columns + column] = from_float<T>(value * weight[i / 2][i % 2]);
+    }
+    m2 = sum_of_part(m2);
+    if (lane_id() % 16 == 0) unscaled.next_parts[part * UNSCALED_MAX_ROWS + row] = {mean, m2};
 }
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 2)
-    cluster_kernel(const LinearParams<T> p, const ClusterShape shape, const __grid_constant__ CUtensorMap weight_map,
-                   const __grid_constant__ CUtensorMap row_map) {
+    cluster_kernel(const LinearParams<T> p, const UnscaledParams<T> unscaled, const ClusterShape shape,
+                   const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap row_map) {
     extern __shared__ unsigned char dynamic[];
     __shared__ Shared shared;
     pdl_launch_dependents();
     const int rank = cluster_rank(), warp = int(threadIdx.x) / WARP, S = shape.blocks;
     const Slice slice = slice_of(shape, rank, p.C);
     const Tiles tiles(dynamic, shape.panels);
-    const bool has_norm = p.norm_weight;
+    const bool unscales = unscaled.parts, has_norm = p.norm_weight && !unscales;
+    const int first_row = warp / (WARPGROUP / WARP) * WARPGROUP_OC;  // of the tile
+    const bool multiplies = first_row < BLOCK_OC;
     const WeightRows weight_rows = WeightRows::of_block(p, HALF_OC);
     const int groups = stored_groups(p.N, rank, S);
 
@@ -227,35 +313,57 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int row = (int(thread_row / 8) * S + rank) * 8 + int(thread_row % 8);
     FourOutputs<T> outputs(p, weight_rows, column_of_pair(pair));
     outputs.load_bias(p);
+    if (unscaled.next_rows && threadIdx.x == 0) {
+        prefetch_line(unscaled.next_weight + outputs.columns[0]);
+        if (outputs.columns[1] < p.columns) prefetch_line(unscaled.next_weight + outputs.columns[1]);
+    }
     if (has_norm && threadIdx.x < 2 * WARP && lane_id() * W < slice.count) {
         const float* const vector = warp == 0 ? p.norm_weight : p.norm_bias;
         if (vector) prefetch_line(vector + slice.begin + lane_id() * W);
     }
     cluster_wait();  // all blocks have initialised their mbarriers
+    const int eight = 8 * (warp - BLOCK_OC / WARPGROUP_OC * (WARPGROUP / WARP));  // of the warps that do not multiply
+    if (unscales && !multiplies) multiply_norm(shared, tiles, p, slice, eight);
     pdl_wait();
 
     if (!has_norm && threadIdx.x == 0)
 #pragma unroll 1
         for (int c = 0; c < shape.panels; c++)
             tma_load(tiles.rows + c * BLOCK_N * PANEL_ROW_BYTES, &row_map, slice.begin + c * PANEL_COLUMNS, 0, 0,
-                     &shared.panel_full[c]);
+                     &shared.inp_full);
     if (has_norm) {
         normalize_rows(tiles.rows, shared, p, shape, rank);
         fence_async_proxy();
         __syncthreads();
     }
+    if (unscales && !multiplies) {
+        const RowScale scale = scale_of_row(p, unscaled.parts, eight + lane_id() % 8);
+        if (lane_id() < 8) shared.scales[eight + lane_id()] = scale;
+    }
     const bool stores = int(thread_row / 8) < groups && row < p.N;
     if (p.residual && stores) outputs.load_residual(p, row);
 
-    const int first_row = warp / (WARPGROUP / WARP) * WARPGROUP_OC;
-    if (first_row < BLOCK_OC) multiply_and_send<T>(shared, tiles, shape, rank, p.N, first_row);
+    WarpgroupSums sum = {};
+    if (multiplies) multiply<T>(sum, shared, tiles, shape.panels, has_norm, first_row);
+    if (unscales) {
+        __syncthreads();
+        if (multiplies) scale_sums(sum, shared, first_row);
+    }
+    if (multiplies) send_sums<PITCH>(sum, tiles.sums, &shared.sums_full, first_row, rank, S, p.N);
     if (!stores) return;
+    float next_weight[2][2] = {};
+    if (unscaled.next_rows) load_next_weight(next_weight, p, unscaled, outputs);
     mbarrier_wait(&shared.sums_full, 0);
 
-    float y[2][2] = {};
+    float y[2][2] = {}, x[2][2] = {};
     add_slices<PITCH, HALF_OC>(y, tiles.sums + (thread_row / 8 * S * 8 + thread_row % 8) * PITCH + first_sum, S);
     T* const out = p.out + row * p.out_stride;
-    finish_outputs(p, outputs, y, [&](int half, int k, float z) { out[outputs.columns[half] + k] = from_float<T>(z); });
+    finish_outputs(p, outputs, y, [&](int half, int k, float z) {
+        const T rounded = from_float<T>(z);
+        out[outputs.columns[half] + k] = rounded;
+        x[half][k] = as_float(rounded);
+    });
+    if (unscaled.next_rows) store_unscaled(p, unscaled, outputs, x, next_weight, row);
 }
 
 int64_t num_blocks(const ClusterShape& shape, int64_t OC) {
@@ -280,14 +388,19 @@ ClusterShape cluster_shape(int64_t C, int64_t OC, bool has_norm) {
 
 }  // namespace
 
-bool small_batch_hopper_takes(int64_t C, int64_t OC, bool has_norm) {
-    return cluster_shape(C, OC, has_norm).blocks > 0;
+bool small_batch_hopper_takes_norm(int64_t C, int64_t OC) {
+    return cluster_shape(C, OC, true).blocks > 0;
+}
+bool small_batch_hopper_takes_at_once(int64_t C, int64_t OC) {
+    const ClusterShape shape = cluster_shape(C, OC, false);
+    return shape.blocks > 0 && num_blocks(shape, OC) <= num_sms();
 }
 
 template <typename T>
-bool linear_small_batch_hopper(const char* op, const LinearParams<T>& p, Stream stream) {
+bool linear_small_batch_hopper(const char* op, const LinearParams<T>& p, const UnscaledParams<T>& unscaled,
+                               Stream stream) {
     if (!p.aligned || p.N > BLOCK_N) return false;
-    const ClusterShape shape = cluster_shape(p.C, p.OC, p.norm_weight);
+    const ClusterShape shape = cluster_shape(p.C, p.OC, p.norm_weight && !unscaled.parts);
     if (shape.blocks == 0) return false;
     const int bytes = Tiles::bytes(shape);
     const auto kernel = cluster_kernel<T>;
@@ -296,10 +409,10 @@ bool linear_small_batch_hopper(const char* op, const LinearParams<T>& p, Stream 
                           make_tensor_map(op, Heads<const T>{p.weight, p.weight_stride, 0}, p.OC, 1, p.C, HALF_OC),
                       rows = make_tensor_map(op, Heads<const T>{p.inp, p.inp_stride, 0}, p.N, 1, p.C, BLOCK_N);
     const dim3 grid(unsigned(shape.blocks), unsigned(ceil_div(p.OC, BLOCK_OC)));
-    launch_pdl_clusters(op, kernel, grid, unsigned(shape.blocks), THREADS, size_t(bytes), stream, p, shape, weights,
-                        rows);
+    launch_pdl_clusters(op, kernel, grid, unsigned(shape.blocks), THREADS, size_t(bytes), stream, p, unscaled, shape,
+                        weights, rows);
     return true;
 }
 
-template bool linear_small_batch_hopper(const char*, const LinearParams<bf16>&, Stream);
-template bool linear_small_batch_hopper(const char*, const LinearParams<fp16>&, Stream);
+template bool linear_small_batch_hopper(const char*, const LinearParams<bf16>&, const UnscaledParams<bf16>&, Stream);
+template bool linear_small_batch_hopper(const char*, const LinearParams<fp16>&, const UnscaledParams<fp16>&, Stream);

@@ -10,13 +10,13 @@
 #include "kernels/cuda/mbarrier.cuh"
 #include "kernels/cuda/mlp_activation.cuh"
 #include "kernels/cuda/pdl.cuh"
-#include "kernels/generation/linear.cuh"
+#include "kernels/generation/linear_unscaled.cuh"
 
 namespace linear_tile {
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP;   // that multiply and store
 constexpr int ROWS = 16 * WARPS, HALF = ROWS / 2;  // of weight: a tile's; with SwiGLU half of gate and half of up
-static_assert(ROWS == UNSCALED_COLUMNS);
+static_assert(HALF == UNSCALED_COLUMNS && UNSCALED_MAX_ROWS == 8 * WARPS);
 constexpr int MAX_CLUSTER = 8;
 constexpr int SUM_BYTES = MAX_CLUSTER * THREADS * int(sizeof(float4));  // of a block's Sums::slots
 
@@ -132,16 +132,13 @@ struct Sums {
 struct RowNorms {
     float scale[UNSCALED_MAX_ROWS], squares[WARPS][UNSCALED_MAX_ROWS];
 
-    // By all threads, some of which add the squares of a row in their order. TileOutputs::store() waits for them.
+    // By all threads. TileOutputs::store() waits for them.
     template <typename T>
     __device__ __forceinline__ void load(const TileParams<T>& p) {
-        const int n = int(threadIdx.x);
-        if (!p.unscaled.squares || n >= p.N) return;
-        float sum = 0;
-#pragma unroll 8
-        for (int tile = 0; tile < int(unscaled_sums(p.C)); tile++)
-            sum += p.unscaled.squares[tile * UNSCALED_MAX_ROWS + n];
-        scale[n] = rsqrtf(sum / float(p.C) + p.eps);
+        const int lane = int(threadIdx.x) % WARP, first = int(threadIdx.x) / WARP * 8, row = first + lane % 8;
+        if (!p.unscaled.parts || first >= p.N) return;
+        const float rstd = scale_of_row(p, p.unscaled.parts, row).rstd;
+        if (lane < 8) scale[row] = rstd;
     }
     // y: of rows 8·eight + 2t and + 1 of inp, t being lane % 4, the thread's squares.
     __device__ __forceinline__ void add(const float (&y)[2], int eight) {
@@ -154,16 +151,17 @@ struct RowNorms {
             if (lane < 4) squares[warp][8 * eight + 2 * lane + i] = sum;
         }
     }
-    // Stores the sums over all warps of the rows that this block has outputs of.
+    // Stores the two parts of the tile's outputs, of the rows that this block has.
     template <typename T>
     __device__ __forceinline__ void store(const TileParams<T>& p, int tile, int first_row, int end_row) const {
+        constexpr int OF_PART = WARPS / 2;
         named_barrier_sync(1, THREADS);
-        const int n = first_row + int(threadIdx.x);
-        if (n >= min(end_row, p.N)) return;
+        const int n = first_row + int(threadIdx.x) / 2, half = int(threadIdx.x) % 2, part = 2 * tile + half;
+        if (n >= min(end_row, p.N) || part * UNSCALED_COLUMNS >= p.columns) return;
         float sum = 0;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) sum += squares[warp][n];
-        p.unscaled.next_squares[tile * UNSCALED_MAX_ROWS + n] = sum;
+        for (int warp = 0; warp < OF_PART; warp++) sum += squares[half * OF_PART + warp][n];
+        p.unscaled.next_parts[part * UNSCALED_MAX_ROWS + n] = {0, sum};
     }
 };
 
@@ -201,7 +199,7 @@ struct TileOutputs {
     template <int NT>
     __device__ __forceinline__ void store(const TileParams<T>& p, const Sums<NT>& sums, const float (&sum)[NT][4],
                                           float (&residual)[4], RowNorms* norms) const {
-        const bool reads = norms && p.unscaled.squares, makes = norms && p.unscaled.next_rows;
+        const bool reads = norms && p.unscaled.parts, makes = norms && p.unscaled.next_rows;
         float next_weight[2] = {};
         if (makes)
 #pragma unroll

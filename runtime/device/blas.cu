@@ -82,16 +82,16 @@ void set_pointers(GemmPlan& plan, const char* op, const GemmOperands& p) {
     if (p.inverse_scale_a) set(plan, op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.inverse_scale_a);
 }
 
-cublasLtEpilogue_t library_epilogue(GemmEpilogue epilogue) {
-    switch (epilogue) {
+cublasLtEpilogue_t library_epilogue(const GemmKey& key) {
+    switch (key.epilogue) {
         case GemmEpilogue::None:
             return CUBLASLT_EPILOGUE_DEFAULT;
         case GemmEpilogue::Bias:
             return CUBLASLT_EPILOGUE_BIAS;
         case GemmEpilogue::Gelu:
-            return CUBLASLT_EPILOGUE_GELU_AUX;
+            return key.ld_aux ? CUBLASLT_EPILOGUE_GELU_AUX : CUBLASLT_EPILOGUE_GELU;
         case GemmEpilogue::GeluBias:
-            return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+            return key.ld_aux ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_BIAS;
         case GemmEpilogue::GeluBackward:
             return CUBLASLT_EPILOGUE_DGELU;
         case GemmEpilogue::Relu2:
@@ -114,7 +114,7 @@ GemmPlan describe(const Blas& blas, const char* op, const GemmKey& key) {
     blas_check(cublasLtMatmulDescInit(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), op, "cublasLtMatmulDescInit");
     set(plan, op, CUBLASLT_MATMUL_DESC_TRANSA, key.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(plan, op, CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-    set(plan, op, CUBLASLT_MATMUL_DESC_EPILOGUE, library_epilogue(key.epilogue));
+    set(plan, op, CUBLASLT_MATMUL_DESC_EPILOGUE, library_epilogue(key));
     if (key.ld_aux) set(plan, op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.ld_aux);
     // The library checks their alignment: pass addresses with the same alignment, which it never reads.
     const auto stand_in = [&](int64_t align) { return align ? static_cast<char*>(blas.workspace) + align : nullptr; };

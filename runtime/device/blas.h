@@ -19,7 +19,8 @@
 #include "runtime/device/fp8_codes.h"
 #include "runtime/device/tensor.h"
 
-// The operation that is applied to op(a)·op(b) before it is stored. GELU is the tanh form.
+// The operation that is applied to op(a)·op(b) before it is stored. GELU is the tanh form. Where out is f(aux), aux may
+// be null: it is not stored then.
 enum class GemmEpilogue : uint8_t {
     None,
     Bias,          // + bias[column]
