@@ -1,6 +1,9 @@
 // Sequences that an engine generates from a model in memory, for the tests of infer/ with a model.
 #pragma once
 
+#include <memory>
+#include <random>
+
 #include "dev/tests/model_fixture.h"
 #include "infer/engine.h"
 #include "runtime/device/convert_dtype.h"
@@ -127,6 +130,45 @@ inline void expect_same_logits(const std::vector<float>& got, const std::vector<
     if (!rounded.empty()) bound = std::max(bound, std::min(4 * max_abs(difference(rounded, ref)), max_abs(ref) / 5));
     EXPECT_LE(max_abs(difference({got.begin(), got.end()}, ref)), bound) << where;
 }
+
+// How far a model's logits move with its weights: copies of d in fp32, with its weights and with weights that differ
+// from them by up to 2^-8, twice what rounding to bf16 may take off.
+class MovedWeights {
+  public:
+    MovedWeights(const Driver& d, int64_t T) : exact(copy(d, T, nullptr)) {
+        std::mt19937_64 generator(1);
+        for (int i = 0; i < 3; i++) moved.push_back(copy(d, T, &generator));
+    }
+    // ref, moved as the logits after `sequence` move furthest: `rounded` of expect_same_logits().
+    std::vector<double> apply(std::vector<double> ref, const std::vector<int32_t>& sequence) const {
+        const std::vector<double> at = logits_after(*exact, sequence);
+        std::vector<double> furthest(ref.size());
+        for (const std::unique_ptr<Driver>& m : moved) {
+            const std::vector<double> by = difference(logits_after(*m, sequence), at);
+            if (max_abs(by) > max_abs(furthest)) furthest = by;
+        }
+        for (size_t i = 0; i < ref.size(); i++) ref[i] += furthest[i];
+        return ref;
+    }
+
+  private:
+    static std::unique_ptr<Driver> copy(const Driver& d, int64_t T, std::mt19937_64* generator) {
+        auto to = std::make_unique<Driver>(d.model.config, training_shape(1, T));
+        std::vector<float> buffer;
+        for (const Param& p : d.model.table.params) {
+            const float* const from = d.model.arenas.fetch(p, buffer);
+            std::vector<float> values(from, from + p.padded_numel());
+            std::uniform_real_distribution<float> factor(1 - 1 / 256.0f, 1 + 1 / 256.0f);
+            if (generator)
+                for (float& v : values) v *= factor(*generator);
+            to->model.arenas.store(p, values.data(), 0, p.padded_numel());
+        }
+        return to;
+    }
+
+    std::unique_ptr<Driver> exact;
+    std::vector<std::unique_ptr<Driver>> moved;
+};
 
 // attention: a letter for each layer; W is softmax attention with a window of 5.
 inline ModelConfig long_config(const std::string& attention = "SS") {

@@ -24,11 +24,18 @@ TEST_P(ModelVariants, EngineMatchesForward) {
             sequences.push_back(random_tokens(config(), n, uint64_t(n)));
             prompts.push_back({3 - int64_t(prompts.size()), sequences.back(), 0, 0});  // slots in another order
         }
+        // A gated linear head may be near 0: after five tokens of the last sequence of qk_norm_linear weights that move
+        // by 2^-8 move its logits by 5% in the mean and by up to 14%.
+        std::unique_ptr<MovedWeights> moved;
+        if (dtype != DType::F32 && config().layers_of(AttentionType::GatedLinear) > 0)
+            moved = std::make_unique<MovedWeights>(d, CONTEXT);
         std::vector<std::vector<float>> logits = g.prefill(prompts);
         for (int step = 0; step < 6; step++) {
             for (size_t i = 0; i < sequences.size(); i++) {
                 const std::vector<double> ref = logits_after(d, sequences[i]);
-                expect_same_logits(logits[i], ref, str(dtype_name(dtype), ", sequence ", i, " step ", step), dtype);
+                const std::vector<double> rounded = moved ? moved->apply(ref, sequences[i]) : std::vector<double>{};
+                expect_same_logits(logits[i], ref, str(dtype_name(dtype), ", sequence ", i, " step ", step), dtype,
+                                   rounded);
                 EXPECT_EQ(g.sampled[i], std::max_element(logits[i].begin(), logits[i].end()) - logits[i].begin());
                 sequences[i].push_back(g.sampled[i]);
             }

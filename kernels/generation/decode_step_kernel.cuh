@@ -404,10 +404,13 @@ struct ComputingWarps {
                 sum[n] += __shfl_xor_sync(ALL_LANES, sum[n], offset);
                 squares[n] += __shfl_xor_sync(ALL_LANES, squares[n], offset);
             }
+        // Products that are added to have a rounding of their own (__fmul_rn): the same bits for any number of
+        // sequences.
+        const float share = a.centred ? shared.norm_shares[warp] : 0.0f;
         if (lane == 0)
 #pragma unroll
             for (int n = 0; n < NB; n++) {
-                const float mean = a.centred ? sum[n] * shared.norm_shares[warp] : 0.0f;
+                const float mean = __fmul_rn(sum[n], share);
                 shared.norm_parts[n][warp] = {shift[n] + mean, fmaf(-mean, sum[n], squares[n])};
             }
         sync_computing_warps();
@@ -419,7 +422,7 @@ struct ComputingWarps {
             part[w] = shared.norm_parts[lane % NB][w];
             row_mean = fmaf(part[w].mean, shared.norm_counts[w], row_mean);
         }
-        row_mean *= a.per_channel;
+        row_mean = __fmul_rn(row_mean, a.per_channel);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) row_m2 += m2_around(row_mean, part[w], shared.norm_counts[w]);
         const float rstd = rsqrtf(fmaf(row_m2, a.per_channel, a.eps));
