@@ -244,9 +244,9 @@ void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Tens
 }
 
 void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias,
-                               Stream stream, bool) {
+                               Stream stream, bool keeps_pre) {
     const char* op = "matmul_forward_activation";
-    check_activation_output(op, f, out, pre, DType::F32);
+    check_activation_output(op, f, out, pre, DType::F32, keeps_pre);
     forward(op, pre, inp, weight, bias);
     if (out) activation_forward(f, out, pre, stream);
 }

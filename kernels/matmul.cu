@@ -334,7 +334,7 @@ void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp,
                                Stream stream, bool keeps_pre) {
     const char* op = "matmul_forward_activation";
     const DType dtype = check_forward(op, inp, weight, bias);
-    check_activation_output(op, f, out, pre, dtype);
+    check_activation_output(op, f, out, pre, dtype, keeps_pre);
     check_matrix(op, "pre", pre, inp.shape[0], weight.shape[0], Given::Required, dtype);
     const auto separate = [&] {
         multiply(op, pre, inp, weight, false, true, false, bias, stream);

@@ -36,9 +36,10 @@ inline void check_added(const char* op, const Tensor& out, const Tensor& add, co
     require(inp.shape[1] > 0, op, ": inp has no columns");
 }
 
-inline void check_activation_output(const char* op, Activation f, const Tensor& out, const Tensor& pre, DType dtype) {
+inline void check_activation_output(const char* op, Activation f, const Tensor& out, const Tensor& pre, DType dtype,
+                                    bool keeps_pre) {
     const int64_t I = check_activation_input(op, "pre", f, pre, dtype);
-    require(out || f != Activation::GELU, op, ": out is missing");
+    require(out || (keeps_pre && f != Activation::GELU), op, ": out is missing");
     check_matrix(op, "out", out, pre.shape[0], I, Given::Optional, dtype);
 }
 

@@ -782,6 +782,9 @@ TEST(Matmul, InvalidArgumentsAreErrors) {
                  "matmul_forward_activation: no activation function is given");
     expect_error([&] { matmul_forward_activation(Activation::GELU, Tensor{}, out, inp, weight, Tensor{}, stream()); },
                  "matmul_forward_activation: out is missing");
+    expect_error(
+        [&] { matmul_forward_activation(Activation::ReLU2, Tensor{}, out, inp, weight, Tensor{}, stream(), false); },
+        "matmul_forward_activation: out is missing");
     expect_error([&] { matmul_forward_activation(Activation::SwiGLU, out, out, inp, weight, Tensor{}, stream()); },
                  "matmul_forward_activation: pre is fp32 [3, 5], expected an even number of columns");
     const TestArray dact = TestArray::poisoned({3, 8});

@@ -97,8 +97,8 @@ struct Outputs {
     // The biases of the block's rows. Computing warps that end matmuls (packed weights) store some for the next one
     // while others still add these.
     __device__ __forceinline__ T* biases_of(int which) const { return shared.biases[BITS > 0 ? which & 1 : 0]; }
-    // The row of the bias whose value is i-th there: those of each pair's first output come first, then
-    // those of the second; of gate, then of up.
+    // The row of the bias whose value is i-th there: those of each pair's first output come first, then those of the
+    // second; of gate, then of up.
     __device__ __forceinline__ static int bias_row(const Matmul& op, const MatrixPlan& p, int i) {
         const int owned = op.owned(), r = (i >= owned) + (i >= 2 * owned) + (i >= 3 * owned);
         return 2 * (r / 2 * p.pairs + op.pairs.first + i - r * owned) + r % 2;

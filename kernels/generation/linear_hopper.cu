@@ -21,16 +21,17 @@
 //
 //   threads               512: 4 warpgroups normalise, load biases and store; 2 of them multiply
 //   tile                  64 rows of inp × 64 rows of weight × up to 6 panels of 64 columns (4 with a norm)
-//   registers             64 (24 bytes of stack)
-//   shared memory         4,160 B + 1 KiB (alignment) + 16 KiB a panel + 2,304·S·⌈8/S⌉ B (partial sums)
+//   registers             64 (48 bytes of stack)
+//   shared memory         5,152 B + 1 KiB (alignment) + 16 KiB a panel + 2,304·S·⌈8/S⌉ B (partial sums)
 //   blocks per SM         2 (registers)
 //
 // (sm_90a, CUDA 13.0.)
 //
 // GPT-2 124M, 64 sequences, the q, k and v projection: C = 768 is 12 panels, OC = 2304 is 36 clusters. Blocks should
 // not outnumber an H100's 132 SMs. S = 2 would take 6 panels a block, too many with a norm; S = 3 takes 4 and 108
-// blocks; S = 4 would take 144 blocks. A block of S = 3 has 4,160 + 1,024 + 4·16,384 + 20,736 = 91,456 bytes of shared
-// memory.
+// blocks; S = 4 would take 144 blocks. A block of S = 3 has 5,152 + 1,024 + 4·16,384 + 20,736 = 92,448 bytes of shared
+// memory. fc has 48 clusters: behind UnscaledRows S = 2, 96 blocks, of which one runs on an SM and begins beside a
+// block of proj; with a norm S = 3, 144 blocks, so that some SMs have two.
 #include "kernels/cuda/pdl.cuh"
 #include "kernels/generation/linear_cluster.cuh"
 #include "kernels/generation/linear_unscaled.cuh"
