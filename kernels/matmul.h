@@ -47,8 +47,9 @@ void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Tens
 // pre [N, OC], inp [N, C], weight [OC, C], bias [OC] or null; out [N, OC], if f is gated [N, OC/2]. Without GELU out
 // may be null: only pre is computed, with the same bits.
 //
-// On a GPU, GEMMs of 16 bits apply f in their epilogue where tuning found that faster than two kernels. out has the
-// bits of activation_forward(f, pre), except that cuBLASLt's GELU is applied before pre is rounded.
+// On a GPU, GEMMs of 16 bits apply f in their epilogue where tuning found that faster than two kernels, and without
+// keeps_pre also where nothing was timed. out has the bits of activation_forward(f, pre), except that cuBLASLt's GELU
+// is applied before pre is rounded.
 void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias,
                                Stream stream, bool keeps_pre = true);
 

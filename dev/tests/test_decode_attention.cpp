@@ -423,6 +423,7 @@ class KvAppend : public DTypeTest {};
 TEST_P(KvAppend, AppendsStridedRows) {
     const DType T = activation();
     for (const auto& [NH, NKV, HS, R, gap] : {std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>{4, 2, 64, 64, 0},
+                                              {2, 1, 32, 16, 0},
                                               {3, 1, 10, 6, 5},
                                               {2, 2, 8, 0, 0}}) {
         const int64_t N = 8, total = 9, row = NKV * HS, channels = (NH + 2 * NKV) * HS;

@@ -192,6 +192,13 @@ void linear_packed(const LinearSizes& z, const LinearOutput& output, const Tenso
     if (activates) activation_forward(output.activation, output.out, y, stream);
 }
 
+#ifdef HAVE_SM90A
+// The kernels that stream weights apply norms without means and biases to their sums.
+bool streams_behind(const InputNorm& norm) {
+    return !norm.centred && !norm.bias;
+}
+#endif
+
 }  // namespace
 
 // Hopper's tensor cores multiply more rows in the time that reading the weights takes: a matmul of LLaMA 1B takes 26 µs
@@ -247,12 +254,11 @@ bool linear_takes_unscaled([[maybe_unused]] int64_t N, [[maybe_unused]] const Li
 #ifdef HAVE_SM90A
     if (!is_hopper() || dtype != DType::BF16 || N <= linear_gemv_rows(dtype) || N > UNSCALED_MAX_ROWS || weights.nf4)
         return false;
-    const bool rms = !norm.centred && !norm.bias;
-    if (weights.packed) return rms;
+    if (weights.packed) return streams_behind(norm);
     const int64_t C = weights.weight.shape[1], OC = weights.weight.shape[0];
     if (!rows_aligned({weights.weight})) return false;
     return small_batch_hopper_takes_at_once(C, OC) ||
-           (rms && dense_hopper_takes(C, OC) && !small_batch_hopper_takes_norm(C, OC));
+           (streams_behind(norm) && dense_hopper_takes(C, OC) && !small_batch_hopper_takes_norm(C, OC));
 #else
     return false;
 #endif
@@ -288,9 +294,7 @@ bool linear_unscaled(const LinearOutput& output, const UnscaledRows& inp, const 
     if (weights.weight && small_batch_hopper_takes_at_once(z.C, z.OC) &&
         linear_small_batch_hopper(op, p, unscaled, stream))
         return true;
-    // The kernels that stream weights have no means.
-    const auto rms = [](const Tensor& parts, const InputNorm& norm) { return !parts || (!norm.centred && !norm.bias); };
-    if (!rms(inp.parts, inp.norm) || !rms(next.parts, next.norm)) return false;
+    if ((inp.parts && !streams_behind(inp.norm)) || (next.rows && !streams_behind(next.norm))) return false;
     return weights.packed ? linear_packed_hopper(op, p, unscaled, *weights.packed, stream)
                           : linear_dense_hopper(op, p, unscaled, stream);
 #else
