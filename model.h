@@ -71,6 +71,8 @@ struct Model {
     // ZeRO stage 3 and streamed weights, else empty and null: the buffers of groups (a base in NF4 or fp8 has its own).
     GroupBuffers buffers;
     std::unique_ptr<WeightGatherer> gatherer;
+    std::vector<Event>
+        arrivals;  // by group: the all-gather after its update has ended (stages 1 and 2); empty: none is
     // LoRA: the adapters, which alone are trained, as a model of its own; whole on every rank in all stages. Else null.
     std::unique_ptr<LoraTable> lora;
     std::unique_ptr<Model> adapters;
@@ -115,10 +117,9 @@ struct Model {
     static int layer_group(int64_t l) { return static_cast<int>(1 + l); }
     int fp32_group() const { return table.num_groups() - 1; }
 
-    // The group's weights are whole while the result lives; group `next` is prefetched. No effect without a gatherer.
-    GatheredGroup use(const Context& ctx, int group, int next = -1) const {
-        return GatheredGroup(gatherer.get(), group, next, ctx.stream);
-    }
+    // The group's weights are whole while the result lives; group `next` is prefetched if a gatherer brings them.
+    GatheredGroup use(const Context& ctx, int group, int next = -1) const;
+    void await_weights(Stream stream) const;  // later work of the stream sees all groups as the update left them
 
   private:
     Model(const ModelConfig& model_config, ParamTable params, const Sharding& ranks, Precision p);
@@ -323,7 +324,6 @@ struct Optimizer {
     Gradients grads;
     ParamArena m, v;
     std::vector<UpdateSlice> slices;
-    std::vector<Event> updated;  // by slice: its update, or the all-gather after it, is done
     OptimizerOptions options;
     Muon muon;  // without matrices if AdamW updates everything
 

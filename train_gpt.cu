@@ -204,7 +204,21 @@ void Model::allocate(const Context& ctx) {
     } else if (frozen() && frozen()->buffer_bytes()) {
         gatherer = std::make_unique<WeightGatherer>(ctx, frozen()->groups(table.num_groups()), frozen()->place());
     }
+    if (sharding.splits_optimizer() && !table.frozen) arrivals = std::vector<Event>(size_t(table.num_groups()));
     if (adapters) adapters->allocate(ctx);
+}
+
+GatheredGroup Model::use(const Context& ctx, int group, int next) const {
+    const bool in_place = !gatherer || group == fp32_group();
+    if (in_place && !arrivals.empty()) {
+        const Range waiting(ctx.profiler, "wait for weights");
+        arrivals[size_t(group)].make_wait_in_graph(ctx.stream);
+    }
+    return GatheredGroup(gatherer.get(), group, next, ctx.stream);
+}
+
+void Model::await_weights(Stream stream) const {
+    for (const Event& arrival : arrivals) arrival.make_wait_in_graph(stream);
 }
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -448,6 +462,7 @@ void forward(const Pass& pass) {
     const NormActs last = final_norm(p);
     LayerActs previous{};
     if (model.gatherer) model.gatherer->begin(p.stream());
+    const GatheredGroup norms = model.use(p.ctx, model.fp32_group());
     for (int64_t l = 0; l < L; l++) {
         const Block b = block_of(p, l);
         const LayerActs& a = b.a;
@@ -892,7 +907,6 @@ void Optimizer::allocate(const Context& ctx, const Model& whole, const Optimizer
     v.starts = second_moment_starts(table, v.part, v.parts);
     options = optimizer_options;
     slices = make_update_slices(table, sharding, model.arenas, grads, m, v, options.rates);
-    updated = std::vector<Event>(slices.size());
     muon = Muon(table, sharding, slices, m, options.rates, model.precision.dtype, options.muon);
 }
 
@@ -901,30 +915,34 @@ int64_t update_workspace_bytes(const Model& whole, int64_t round_bytes, const Ta
     return muon_workspace(model.table, model.sharding, model.precision.dtype, round_bytes, target).bytes();
 }
 
-// Whole matrices go first: the weights of a slice are gathered when all its optimizers have updated it.
+// Whole matrices go first: the weights of a slice are gathered when all its optimizers have updated it. The last slice
+// is the next, for each block reads its norms. What trains next waits for a group when it uses it, so that the forward
+// pass hides the gathering.
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit) {
     const Range range(ctx.profiler, "update");
     const std::vector<UpdateSlice>& slices = optimizer.slices;
+    Model& trained = model.trained();
     for (size_t i = 0; i < slices.size(); i++)
         sum_squares(acts.sum(ctx.rank, SUM_SQUARES), slices[i].own_grads, i > 0, acts.scratch, ctx.stream);
     ctx.comm->all_gather(acts.sums, acts.sums.rows(ctx.rank, ctx.rank + 1), ctx.stream);
     step_control(acts.scalars, acts.sums, scale, grad_unit, ctx.stream);
     optimizer.muon.update(ctx, slices, acts.update_workspace, acts.scalars);
     for (size_t i = 0; i < slices.size(); i++) {
-        const UpdateSlice& p = slices[i];
+        const UpdateSlice& p = slices[i ? i - 1 : slices.size() - 1];
         update_elements(p, optimizer.options, acts.scalars, ctx.stream);
         if (!p.gathered) continue;
-        optimizer.updated[i].record(ctx.stream);
-        optimizer.updated[i].make_wait(ctx.side);
+        Event& arrival = trained.arrivals[size_t(p.first_group)];
+        arrival.record(ctx.stream);
+        arrival.make_wait(ctx.side);
         const Range gathering(ctx.profiler, "all_gather of updated weights", ctx.side);
-        ctx.comm->all_gather(p.gathered, model.trained().sharding.own(p.gathered), ctx.side);
-        optimizer.updated[i].record(ctx.side);
+        ctx.comm->all_gather(p.gathered, trained.sharding.own(p.gathered), ctx.side);
+        arrival.record(ctx.side);
     }
-    if (model.trained().sharding.splits_optimizer()) {
+    const bool whole_fp8_weights = acts.fp8 && acts.shape.fp8.whole_weights;
+    if (model.adapters || acts.shape.rollout || whole_fp8_weights) {
         const Range waiting(ctx.profiler, "wait for weights");
-        for (size_t i = 0; i < slices.size(); i++)
-            if (slices[i].gathered) optimizer.updated[i].make_wait(ctx.stream);
+        trained.await_weights(ctx.stream);
     }
     if (acts.fp8) acts.fp8->update(ctx);
     quantise_weights(ctx, model, acts);

@@ -600,10 +600,11 @@ CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype) {
 
 CLI::Option* add_grad_rounding_option(CLI::App& app, std::string& rounding) {
     return app
-        .add_option("--grad-rounding", rounding,
-                    "how sums of gradients are rounded to bf16: 'stochastic' adds in a pass of its own and has no "
-                    "bias; 'nearest' adds inside the matmuls, which is faster and needs no memory for two layers, and "
-                    "drops terms far smaller than their sum; on one GPU, for up to about 128 micro-steps")
+        .add_option(
+            "--grad-rounding", rounding,
+            "how sums of gradients are rounded to bf16: 'stochastic' adds in a pass of its own and has no "
+            "bias; 'nearest' adds inside the matmuls, which is faster and needs no memory for two layers, and "
+            "drops terms far smaller than their sum; not in --zero-stage 2 and 3, for up to about 128 micro-steps")
         ->check(CLI::IsMember({"stochastic", "nearest"}))
         ->capture_default_str()
         ->group(help_group::MEMORY);

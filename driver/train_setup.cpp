@@ -142,9 +142,10 @@ void check_grad_rounding(const RunOptions& o, int64_t world, Device device) {
     if (o.grad_rounding == "stochastic") return;
     if (o.grad_dtype != "bf16")
         throw UsageError("--grad-rounding nearest: gradients in fp32 are not rounded; add --grad-dtype bf16");
-    if (world > 1)
-        throw UsageError(str("--grad-rounding nearest: ", world,
-                             " ranks add up their gradients outside the matmuls; leave it out or use one GPU"));
+    if (world > 1 && o.sharding.zero_stage > 1)
+        throw UsageError(str("--grad-rounding nearest: in --zero-stage ", o.sharding.zero_stage, " the ", world,
+                             " ranks add up the gradients of each micro-step outside the matmuls; leave it out or take "
+                             "--zero-stage 1"));
     if (device == Device::CUDA && o.model.type() != DType::BF16)
         throw UsageError(str("--grad-rounding nearest: a GPU adds to sums in bf16 only in matmuls of bf16, not of ",
                              o.model.dtype, "; add --dtype bf16"));

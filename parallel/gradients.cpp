@@ -38,7 +38,7 @@ Gradients::Memory Gradients::memory(const ParamTable& table, const Sharding& sha
     if (options.in_matmul) m.sums = fp32_sum_starts(table, options).back() * dtype_size(DType::F32);
     if (options.uses_buffers(sharding))
         m.buffers = GroupBuffers(table, LAYER_BUFFERS, true).total() * dtype_size(DType::F32);
-    if (sharding.world == 1 || options.reduce == DType::F32) return m;
+    if (sharding.world == 1 || options.reduce == options.computed()) return m;
     for (const Bucket& b : make_buckets(table, sharding, options)) {
         const int64_t n = table.group_begin[size_t(b.last)] - table.group_begin[size_t(b.first)];
         m.exchanged = std::max(m.exchanged, n * dtype_size(options.reduce));
@@ -66,8 +66,8 @@ void Gradients::allocate(const ParamTable& t, const Sharding& s, const GradientO
         state = std::vector<BufferState>(size_t(buffers.num_buffers()));
     }
     if (options.in_matmul) {
-        require(s.world == 1 && options.kept == DType::BF16,
-                "gradients: matmuls add to sums in bf16 of one rank, not of ", s.world, " in ",
+        require(!s.splits_gradients() && options.kept == DType::BF16,
+                "gradients: matmuls add to sums in bf16 of whole groups, not of parts (stage ", s.stage, ") in ",
                 dtype_name(options.kept));
         fp32_sums = part(DType::F32, m.sums);
         fp32_sums.starts = fp32_sum_starts(t, options);
@@ -116,8 +116,8 @@ void Gradients::open(int group, Stream stream) {
 
 void Gradients::close(int group, Stream stream) {
     if (group >= table->num_groups()) return;
+    if (options.in_matmul && last) round_fp32_sums(group, stream);
     if (sharding.world == 1 || (!last && !sharding.splits_gradients())) {
-        if (options.in_matmul && last) round_fp32_sums(group, stream);
         if (state.empty() || !table->group_size(group)) return;
         return keep(group, arena.groups(*table, group, group + 1), arena.views[size_t(group)], 0, !first, stream);
     }
@@ -150,16 +150,16 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
     const bool in_buffer = !state.empty(), split = sharding.splits_gradients();
     const Tensor sums = arena.groups(*table, b.first, b.last);  // the rank's part of them if split
     Tensor whole = in_buffer ? arena.views[size_t(b.first)] : sums;
-    const Tensor fp32 = whole;
-    if (in_buffer && !split && !first) ::accumulate(fp32, sums, true, side);
+    const Tensor computed = whole;
+    if (in_buffer && !split && !first) ::accumulate(computed, sums, true, side);
     if (exchanged) {
-        whole = exchanged.rows(0, fp32.shape[0]);
-        ::accumulate(whole, fp32, false, side);
+        whole = exchanged.rows(0, computed.shape[0]);
+        ::accumulate(whole, computed, false, side);
     }
     if (sharding.stage == 0) {
         comm->all_reduce(whole, side);
-        if (exchanged) ::accumulate(fp32, whole, false, side);
-        if (in_buffer) keep(b.first, sums, fp32, 0, false, side);
+        if (exchanged) ::accumulate(computed, whole, false, side);
+        if (in_buffer) keep(b.first, sums, computed, 0, false, side);
     } else if (in_buffer) {
         const Tensor part = split ? sums : sharding.own(sums);
         const bool direct = first && !exchanged && options.kept == DType::F32;  // no intermediate copy
@@ -175,7 +175,7 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
             if (table->group_size(g)) comm->reduce_scatter(sharding.own(group(whole, g)), group(whole, g), side);
         comm->group_end();
         for (int g = b.first; exchanged && g < b.last; g++)
-            ::accumulate(sharding.own(group(fp32, g)), sharding.own(group(whole, g)), false, side);
+            ::accumulate(sharding.own(group(computed, g)), sharding.own(group(whole, g)), false, side);
     }
     if (!in_buffer) return;
     BufferState& own = state[size_t(buffers.buffer(b.first))];

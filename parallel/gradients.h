@@ -16,10 +16,10 @@
 // (kernels/accumulate.h). Stages 0 and 1 add the arena to the buffer in the last micro-step, reduce it there in fp32,
 // and round once.
 //
-// With GradientOptions::in_matmul, for one rank, the matmuls of the blocks and of an untied head add to the arena's
-// bf16 themselves, rounded to nearest: no pass of its own, no buffers. The other parameters (embeddings, biases, norms)
-// have fp32 sums, which are rounded into the arena in the last micro-step. docs/understand/numerics.md has the errors
-// of both.
+// With GradientOptions::in_matmul, in stages 0 and 1, the matmuls of the blocks and of an untied head add to the
+// arena's bf16 themselves, rounded to nearest: no pass of its own, no buffers. The other parameters (embeddings,
+// biases, norms) have fp32 sums, which are rounded into the arena in the last micro-step. Ranks then add up their sums,
+// in fp32 a bucket at a time, and round them once more. docs/understand/numerics.md has the errors of both.
 #pragma once
 
 #include <string>
@@ -33,11 +33,13 @@ struct GradientOptions {
     int64_t bucket_bytes = int64_t(32) << 20;  // of fp32 gradients
     DType kept = DType::F32;                   // in which sums of micro-steps are kept: F32 or BF16
     uint64_t seed = 0;                         // of the rounding to BF16
-    bool in_matmul = false;                    // sums in BF16 are added to by the matmuls; for one rank
+    bool in_matmul = false;                    // sums in BF16 are added to by the matmuls; stages 0 and 1
 
     // Whether the backward pass writes into buffers for whole groups.
     bool uses_buffers(const Sharding& sharding) const { return sharding.splits_gradients() || rounds_stochastically(); }
     bool rounds_stochastically() const { return kept != DType::F32 && !in_matmul; }
+    // The dtype of what is added up over the ranks, before it is converted to `reduce`.
+    DType computed() const { return in_matmul ? DType::BF16 : DType::F32; }
     // Whether the parameter's gradient is a sum in fp32 until the last micro-step.
     bool sums_apart(const Param& p) const {
         return in_matmul && p.rate_group != RateGroup::HiddenMatrices && p.rate_group != RateGroup::Head;
@@ -57,7 +59,7 @@ class Gradients {
     static constexpr int LAYER_BUFFERS = 2;  // one layer's gradients are computed while another's are reduced
 
     // Memory requirement in bytes: of the arena, of the fp32 buffers for whole groups, of fp32 sums beside the arena,
-    // and of what is exchanged in bf16.
+    // and of a bucket in the dtype of the exchange.
     struct Memory {
         int64_t arena = 0, buffers = 0, sums = 0, exchanged = 0;
         int64_t bytes() const { return arena + buffers + sums + exchanged; }
@@ -105,7 +107,7 @@ class Gradients {
     std::vector<Bucket> buckets;
     std::vector<std::string> names;  // of the reductions, in a profile
     std::vector<uint64_t> keys;      // of the groups' noise
-    Tensor exchanged;                // a bucket in the dtype of the exchange
+    Tensor exchanged;                // a bucket in the dtype of the exchange; null: it is exchanged as it was computed
     bool first = true, last = true;
     Tensor micro_step;
     bool reducing = false;  // a reduction began in this micro-step

@@ -64,6 +64,23 @@ TEST(Fit, TakesTheFirstThatFits) {
     }
 }
 
+// Matmuls add to sums of whole gradients only, so stages that divide them keep the stochastic rounding.
+TEST(Fit, RoundsToNearestWhereGradientsAreWhole) {
+    for (const int64_t stage : {0, 1, 2, 3}) {
+        for (const int64_t world : {1, 4}) {
+            RunOptions o = bf16_run();
+            o.sharding.zero_stage = stage;
+            o.recompute = Recompute::Block;
+            find_fit(o, 4, world, gpu_target(), 0, [&](const RunOptions& tried) {
+                const bool whole = world == 1 || tried.sharding.zero_stage < 2;
+                EXPECT_EQ(tried.grad_rounding, tried.grad_dtype == "bf16" && whole ? "nearest" : "stochastic")
+                    << world << " ranks, stage " << tried.sharding.zero_stage;
+                return int64_t(1);
+            });
+        }
+    }
+}
+
 TEST(Fit, TriesDivisorsOfTheBatchSize) {
     for (const auto& [batch_size, sizes] : {std::pair<int64_t, std::vector<int64_t>>{12, {12, 6, 4, 3, 2, 1}},
                                             {9, {9, 3, 1}},

@@ -130,11 +130,16 @@ struct RankGradients {
 
 TEST(Gradients, OwnShardHoldsTheSumOfRanksAndMicroSteps) {
     for (const int64_t stage : {0, 1, 2, 3}) {
-        const std::pair<DType, DType> dtypes[] = {
-            {DType::F32, DType::F32}, {DType::BF16, DType::F32}, {DType::F32, DType::BF16}, {DType::BF16, DType::BF16}};
-        for (const auto& [dtype, kept] : dtypes) {
+        const struct {
+            DType dtype, kept;
+            bool in_matmul;
+        } all[] = {{DType::F32, DType::F32, false},   {DType::BF16, DType::F32, false},
+                   {DType::F32, DType::BF16, false},  {DType::F32, DType::BF16, true},
+                   {DType::BF16, DType::BF16, false}, {DType::BF16, DType::BF16, true}};
+        for (const auto& [dtype, kept, in_matmul] : all) {
             for (const int64_t bucket_bytes : {0, 8192}) {
-                RankGradients r(stage, {dtype, bucket_bytes, kept});
+                if (in_matmul && stage >= 2) continue;
+                RankGradients r(stage, {dtype, bucket_bytes, kept, 0, in_matmul});
                 // Later steps start with the gradients of the one before, also that of a single micro-step.
                 for (const int micro_steps : {3, 1, 2}) {
                     r.step(micro_steps);
@@ -145,7 +150,8 @@ TEST(Gradients, OwnShardHoldsTheSumOfRanksAndMicroSteps) {
                                                       whole.begin() + n * (r.ctx.rank + 1));
                         EXPECT_EQ(r.fetch(r.grads.own(g, g + 1)), part)
                             << "group " << g << ", stage " << stage << ", " << dtype_name(dtype) << ", kept in "
-                            << dtype_name(kept) << ", " << micro_steps << " micro-steps";
+                            << dtype_name(kept) << (in_matmul ? " by matmuls, " : ", ") << micro_steps
+                            << " micro-steps";
                     }
                 }
             }
@@ -210,35 +216,47 @@ TEST(Gradients, SumsInBf16AreRoundedAfterEachMicroStep) {
 }
 
 // Matmuls add to the matrices' sums in bf16, here with a rounding to nearest after each micro-step. Other sums are in
-// fp32 and rounded once. Nothing is left of an earlier step.
+// fp32 and rounded once. The sum over the ranks is in fp32 and rounded once more. Nothing is left of an earlier step.
 TEST(Gradients, MatmulsAddToSumsInBf16) {
     const GradientOptions options{DType::F32, 0, DType::BF16, 0, true};
-    if (LaunchedWorld::context().world > 1) {
-        expect_error([&] { RankGradients(0, options); },
-                     str("gradients: matmuls add to sums in bf16 of one rank, not of ", LaunchedWorld::context().world,
-                         " in bf16"));
-        return;
-    }
-    RankGradients r(0, options);
-    r.value = [](int64_t, int micro_step, int64_t i) { return float(i % 7 * (micro_step + 1)) + float(i % 100) / 256; };
-    int matrices = 0;
-    for (const int micro_steps : {3, 1, 2}) {
-        r.step(micro_steps);
-        for (const Param& p : r.table.params) {
-            const bool apart = options.sums_apart(p);
-            const std::vector<float> got = r.fetch(r.grads.arena.elements(r.grads.arena.span(p, 0, p.numel())));
-            for (int64_t i = 0; i < p.numel(); i++) {
-                float sum = 0;
-                for (int micro = 0; micro < micro_steps; micro++) {
-                    sum += r.value(0, micro, i);
-                    if (!apart) sum = to_float(to_bf16(sum));
-                }
-                ASSERT_EQ(got[size_t(i)], to_float(to_bf16(sum))) << p.name << " " << i;
+    const int64_t world = LaunchedWorld::context().world;
+    if (world > 1)
+        expect_error([&] { RankGradients(2, options); },
+                     "gradients: matmuls add to sums in bf16 of whole groups, not of parts (stage 2) in bf16");
+    for (const int64_t stage : {0, 1}) {
+        RankGradients r(stage, options);
+        r.value = [](int64_t rank, int micro_step, int64_t i) {
+            return float(i % 7 * (micro_step + 1)) + float((i + rank) % 100) / 256;
+        };
+        int matrices = 0;
+        for (const int micro_steps : {3, 1, 2}) {
+            r.step(micro_steps);
+            for (const Param& p : r.table.params) {
+                const bool apart = options.sums_apart(p);
+                const ParamArena& arena = r.grads.arena;
+                const ParamArena::Span span =
+                    stage == 1 ? owned_span(p, r.ctx.rank, world) : arena.span(p, 0, p.numel());
+                const auto expected = [&](int64_t i) {
+                    float all = 0;
+                    for (int64_t rank = 0; rank < world; rank++) {
+                        float sum = 0;
+                        for (int micro = 0; micro < micro_steps; micro++) {
+                            sum += r.value(rank, micro, i);
+                            if (!apart) sum = to_float(to_bf16(sum));
+                        }
+                        all += to_float(to_bf16(sum));
+                    }
+                    return to_float(to_bf16(all));
+                };
+                matrices += !apart;
+                if (!span.count) continue;
+                const std::vector<float> got = r.fetch(arena.elements(arena.span(p, span.begin, span.count)));
+                for (int64_t i = 0; i < span.count && !HasFailure(); i++)
+                    EXPECT_EQ(got[size_t(i)], expected(span.begin + i)) << p.name << " " << i << ", stage " << stage;
             }
-            matrices += !apart;
         }
+        EXPECT_EQ(matrices, 3 * (LAYERS + 1));
     }
-    EXPECT_EQ(matrices, 3 * (LAYERS + 1));
 }
 
 // Kernels accumulate from the second micro-step on, unless each micro-step is reduced separately.
@@ -253,7 +271,6 @@ TEST(Gradients, LaterMicroStepsAccumulate) {
         rounded.grads.begin(false, true);
         EXPECT_FALSE(rounded.grads.accumulate());
     }
-    if (LaunchedWorld::context().world > 1) return;
     RankGradients in_matmul(0, {DType::F32, 0, DType::BF16, 0, true});
     in_matmul.grads.begin(false, true);
     EXPECT_TRUE(in_matmul.grads.accumulate());
@@ -282,6 +299,14 @@ TEST(Gradients, MemoryMatchesTheStage) {
     EXPECT_EQ(in_matmul.arena, alone.total * 2);
     EXPECT_EQ(in_matmul.buffers, 0);
     EXPECT_EQ(in_matmul.sums, (768 + LAYERS * (128 + 128)) * 4);  // the embedding; biases and norms, all padded
+    EXPECT_EQ(in_matmul.exchanged, 0);
+    for (const int64_t stage : {0, 1}) {  // one group at a time, in fp32
+        const Gradients::Memory m = Gradients::memory(table, {stage, 0, 4}, {DType::F32, 0, DType::BF16, 0, true});
+        EXPECT_EQ(m.arena, table.total * 2);
+        EXPECT_EQ(m.buffers, 0);
+        EXPECT_EQ(m.exchanged * 2, memory(stage, DType::BF16).exchanged * 4);
+        EXPECT_EQ(Gradients::memory(table, {stage, 0, 4}, {DType::BF16, 0, DType::BF16, 0, true}).exchanged, 0);
+    }
     EXPECT_EQ(memory(0, DType::F32).exchanged, 0);
     EXPECT_GT(memory(0, DType::BF16).exchanged, 0);
 }

@@ -208,6 +208,27 @@ class ParallelTest(unittest.TestCase):
         self.expect_same_bits(runs, "bf16 sums")
         self.expect_same_numbers(accumulated, alone, "bf16 sums, accumulated", tolerance=1e-4)
 
+    def test_gradients_added_in_matmuls(self):
+        """The ranks' sums in bf16 are added up once a step. Resumed runs repeat the bits, and stages that add up each micro-step are
+        refused."""
+        args = ["--grad-dtype", "bf16", "--grad-rounding", "nearest", "--batch-size", 1, *(["--dtype", "bf16"] if CUDA else [])]
+        alone, *runs = self.train_all((1, *args), *((2, *args, "--zero-stage", stage) for stage in (0, 1)),
+                                      (2, *args, "--reduce-dtype", "bf16"), (2, *args, "--optimizer", "muon"))
+        for run_dir in runs[:3]:
+            self.expect_same_numbers(run_dir, alone, "sums of matmuls", tolerance=2e-3)
+        # The sum of two ranks is rounded once, whether it is exchanged in fp32 or in bf16.
+        self.expect_same_bits(runs[:3], "sums of matmuls in stages 0 and 1")
+        for run_dir in runs[1], runs[3]:
+            last = os.path.join(run_dir, "step_00000010")
+            before = harness.digests(last)
+            shutil.rmtree(last)
+            done = run(2, "--resume", "--out", run_dir)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(harness.digests(last), before)
+        refused = run(2, *self.args("refused", "gpt2-tiny", 2, *args, "--zero-stage", 2))
+        self.assertIn("--grad-rounding nearest: in --zero-stage 2 the 2 ranks add up the gradients of each micro-step outside the matmuls; "
+                      "leave it out or take --zero-stage 1", refused.stderr)
+
     def test_muon_in_every_stage_matches_one_rank(self):
         """GPT-2 and LLaMA (an untied head, grouped queries, gate and up), and more ranks than there are matrices."""
         for model, counts, *extra in (("gpt2-tiny", COUNTS), ("llama-tiny", COUNTS[:1], "--kv-heads", 1, "--tied", "no"),

@@ -152,6 +152,8 @@ void Event::wait() const {}
 
 void Event::make_wait(Stream) const {}
 
+void Event::make_wait_in_graph(Stream) const {}
+
 double elapsed_ms(const Event& from, const Event& to) {
     return (to.seconds - from.seconds) * 1e3;
 }

@@ -288,6 +288,13 @@ void Event::make_wait(Stream stream) const {
     cuda_check(cudaStreamWaitEvent(cuda_stream(stream), cuda_event(handle), 0), "Event::make_wait");
 }
 
+void Event::make_wait_in_graph(Stream stream) const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    cuda_check(cudaStreamIsCapturing(cuda_stream(stream), &status), "Event::make_wait_in_graph");
+    const unsigned flag = status == cudaStreamCaptureStatusActive ? cudaEventWaitExternal : cudaEventWaitDefault;
+    cuda_check(cudaStreamWaitEvent(cuda_stream(stream), cuda_event(handle), flag), "Event::make_wait_in_graph");
+}
+
 double elapsed_ms(const Event& from, const Event& to) {
     float ms = 0;
     cuda_check(cudaEventElapsedTime(&ms, cuda_event(from.handle), cuda_event(to.handle)), "elapsed_ms");

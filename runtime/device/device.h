@@ -73,6 +73,8 @@ class Event {
     bool reached() const;  // also true if it was never recorded
     void wait() const;
     void make_wait(Stream stream) const;  // later work of the stream waits for this event; the host does not
+    // The same, and in a graph each of its runs waits for what was recorded last, outside of the graph.
+    void make_wait_in_graph(Stream stream) const;
     friend double elapsed_ms(const Event& from, const Event& to);  // both reached
 
   private:
