@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Times LoRA steps of transformers and peft, to set beside `train_gpt train --lora-rank` in the same run.
+"""Times LoRA steps of transformers and peft, to set beside `train_gpt train --lora-rank` or `--qlora` in the same run.
 
     dev/peers/bench_peft.py --hidden 4096 --layers 32 --seq-len 2048 --batch-size 2 --step-tokens 8192
 
 A LLaMA model with random weights in bf16 on the GPU (its default shape is 8B), adapters of --rank on the seven matrices of
 every layer in fp32 under autocast, SDPA attention and the fused AdamW. --checkpointing recomputes each layer, as
-`--recompute block` does. Prints tokens/s, the median over all steps but the first two, and the peak of PyTorch's memory.
+`--recompute block` does. --qlora keeps the layers' matrices in bitsandbytes' NF4, whose scales are quantised once more.
+Prints tokens/s, the median over all steps but the first two, and the peak of PyTorch's memory.
 """
 import argparse
 import statistics
@@ -19,6 +20,24 @@ WARMUP = 2
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+def quantise(model):
+    """Puts the matrices of the layers, not the head, into NF4."""
+    import bitsandbytes
+
+    for layer in model.model.layers:
+        for half in layer.self_attn, layer.mlp:
+            for name, linear in list(half.named_children()):
+                if not isinstance(linear, torch.nn.Linear):
+                    continue
+                packed = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, bias=False,
+                                                    compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
+                packed.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+                setattr(half, name, packed.to("cuda"))
+    model.is_loaded_in_4bit = True  # peft asks for it
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
 def make_model(args):
     config = transformers.LlamaConfig(
         hidden_size=args.hidden, intermediate_size=args.ffn, num_hidden_layers=args.layers, num_attention_heads=args.heads,
@@ -28,6 +47,8 @@ def make_model(args):
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     torch.set_default_dtype(torch.float32)
+    if args.qlora:
+        quantise(model)
     if args.checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
@@ -41,6 +62,7 @@ def main():
                             batch_size=2, step_tokens=8192, steps=6).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=value)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--qlora", action="store_true")
     args = parser.parse_args()
     model = make_model(args)
     weights = [p for p in model.parameters() if p.requires_grad]
