@@ -440,9 +440,7 @@ void block_forward(const Block& b) {
     else
         norm_forward(b.p, NORM2_W, b.l, norm2(a), a.res1, a.proj);
     if (b.p.acts.shape.activation_epilogue == ActivationEpilogue::Both) {
-        const Range range(b.p.ctx.profiler, "fc");
-        matmul_forward_activation(activation_of(b), a.act, a.fc, fc_input(a), linear_weight(b, FC_W), b.w.fc.bias,
-                                  b.p.stream());
+        linear_forward_activation(b, FC_W, a.act, a.fc, fc_input(a));
     } else {
         linear_forward(b, FC_W, a.fc, fc_input(a), a.norm2_t);
         mlp_forward(b);
@@ -751,12 +749,7 @@ void fused_mlp_backward(const Block& b, Tensor dout) {
     ActivationGradient d = activation_gradient(b);
     d.dbias = bias_gradient(b, FC_W);
     d.accumulate = b.p.grads->accumulate();
-    if (b.a.act) weight_backward(b, FCPROJ_W, dout, b.a.act, {});
-    {
-        const Range range(b.p.ctx.profiler, "fcproj");
-        matmul_backward_activation(activation_of(b), d, dout, linear_weight(b, FCPROJ_W), b.a.fc, b.p.stream());
-    }
-    if (!b.a.act) weight_backward(b, FCPROJ_W, dout, d.act, {});
+    linear_backward_activation(b, FCPROJ_W, d, dout);
 }
 
 // The MLP's half of a block, from the gradient of fcproj's output to that of fc's input.
@@ -765,9 +758,7 @@ void mlp_half_backward(const Block& b, Into dinp, Tensor dout) {
     const Tensor dfc = activation_gradient(b).dpre;
     if (b.p.acts.shape.activation_epilogue != ActivationEpilogue::Off) {
         fused_mlp_backward(b, dout);
-        weight_backward(b, FC_W, dfc, fc_input(a), {});
-        const Range range(b.p.ctx.profiler, "fc");
-        return matmul_backward_input(dinp.t, dfc, linear_weight(b, FC_W), dinp.add, b.p.stream());
+        return linear_backward(b, FC_W, dinp, dfc, fc_input(a), {}, false);
     }
     if (!a.act && !b.fp8()) {
         {

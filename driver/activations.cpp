@@ -348,6 +348,16 @@ int64_t packed_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
     return std::max(layers, linear_scratch(head_rows, c.channels, c.padded_vocab(), shape.dtype, true));
 }
 
+// The scratch of matmuls with adapters.
+int64_t low_rank_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
+    int64_t most = 0;
+    for (const Role role : LINEAR_LAYERS)
+        most = std::max(most, matmul_low_rank_scratch(linear_layer_sizes(c, role).outputs,
+                                                      shape.lora_widths[size_t(linear_layer_index(role))], shape.dtype,
+                                                      shape.target));
+    return most;
+}
+
 // The scratch of the forward pass, and of fp8 matmuls in both passes.
 int64_t forward_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
     const int64_t N = shape.B * shape.T;
@@ -358,7 +368,7 @@ int64_t forward_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
     });
     return std::max(
         {attention_forward_scratch(shape.target), shape.fp8.on ? fp8 : 0,
-         shape.packing ? packed_scratch_bytes(c, shape) : 0,
+         shape.packing ? packed_scratch_bytes(c, shape) : 0, low_rank_scratch_bytes(c, shape),
          c.has_linear_attention() ? linear_attention_forward_scratch(linear_sizes(c, shape), shape.target) : 0});
 }
 
@@ -525,9 +535,9 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape, int64_t l) {
 }
 
 // Resolves options that exclude each other. GELU inside a matmul may be rounded differently from the kernel that
-// recomputes it, fp8 quantises the activation function's output itself, and adapters are added before it. Only 16-bit
-// softmax attention has a faster backward pass that is not deterministic. A matmul adds to the residual if its
-// output goes there as it is: not through a norm, adapters or fp8.
+// recomputes it, and fp8 quantises the activation function's output itself. Only 16-bit softmax attention has a faster
+// backward pass that is not deterministic. A matmul adds to the residual if its output goes there as it is: not through
+// a norm, adapters or fp8.
 RunShape effective(const ModelConfig& c, RunShape shape) {
     const bool recomputes = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
     if (recomputes && c.activation == Activation::GELU && shape.activation_epilogue == ActivationEpilogue::Both)
@@ -536,7 +546,7 @@ RunShape effective(const ModelConfig& c, RunShape shape) {
     shape.fp8.on &= shape.training;
     shape.adds_in_matmul &= !c.norm_after && !shape.fp8.on && !widest_adapter(shape);
     shape.offload_inputs &= shape.training && c.layers > 1;
-    if (!shape.training || shape.fp8.on || widest_adapter(shape)) shape.activation_epilogue = ActivationEpilogue::Off;
+    if (!shape.training || shape.fp8.on) shape.activation_epilogue = ActivationEpilogue::Off;
     return shape;
 }
 

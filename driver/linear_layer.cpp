@@ -1,7 +1,7 @@
 #include "driver/linear_layer.h"
 
 #include "kernels/generation/linear.h"
-#include "kernels/matmul.h"
+#include "kernels/matmul_low_rank.h"
 #include "kernels/nf4.h"
 
 namespace {
@@ -19,34 +19,28 @@ Tensor low_rank_of(const Block& b, Role role) {
     return all[linear_layer_index(role)].rows(0, b.p.in.n).columns(0, weights_of(b, role).lora.a.shape[0]);
 }
 
-// Calls f(rows of B, rows of the layer's output, rows of A) for each adapter: their ranges begin, end.
-template <typename F>
-void for_each_part(const LoraWeights& lora, F f) {
-    const int64_t R = lora.b.shape[1];
-    int64_t a = 0, b = 0;
-    for (const LoraPart& part : *lora.parts) {
-        f(std::pair(b, b + part.rows), std::pair(part.row, part.row + part.rows), std::pair(a, a + R));
-        a += R;
-        b += part.rows;
-    }
+// What the adapters of a layer add to its output. The scratch of the forward pass is free here.
+LowRank forward_low_rank(const Block& b, Role role, Tensor inp) {
+    const Range range(b.p.ctx.profiler, "lora");
+    const LoraWeights& lora = weights_of(b, role).lora;
+    const Tensor h = low_rank_of(b, role);
+    if (!b.again()) matmul(h, inp, lora.a, false, true, false, b.p.stream(), lora.scale);
+    return {h, lora, b.p.acts.forward_scratch};
 }
 
-// s·B·A·inp.
-void lora_forward(const Block& b, Role role, Into out, Tensor inp) {
-    const Range range(b.p.ctx.profiler, "lora");
-    const Stream stream = b.p.stream();
-    const LoraWeights& lora = weights_of(b, role).lora;
-    const Tensor low_rank = low_rank_of(b, role);
-    if (!b.again()) matmul(low_rank, inp, lora.a, false, true, false, stream, lora.scale);
-    for_each_part(lora, [&](auto rows_of_b, auto rows, auto rows_of_a) {
-        const Tensor part = out.t.columns(rows.first, rows.second);
-        const Tensor h = low_rank.columns(rows_of_a.first, rows_of_a.second);
-        const Tensor weight = lora.b.rows(rows_of_b.first, rows_of_b.second);
-        if (out.add)
-            matmul_forward_add(part, h, weight, {}, part, stream);
-        else
-            matmul_forward(part, h, weight, {}, stream);
-    });
+// fp8: adapters that cover all of out write it first, as in kernels/matmul_low_rank.h. But a matmul in fp8 cannot add a
+// bias as well.
+void fp8_forward_with_adapters(const Block& b, Role role, Tensor out, Tensor inp) {
+    const LinearWeights& w = weights_of(b, role);
+    const bool writes = w.lora.a && w.lora.b.shape[0] == out.shape[1] && !w.bias;
+    const LowRank low_rank = w.lora.a ? forward_low_rank(b, role, inp) : LowRank{};
+    const auto add_adapters = [&] {
+        const Range range(b.p.ctx.profiler, "lora");
+        matmul_low_rank(out, low_rank, !writes, b.p.stream());
+    };
+    if (writes) add_adapters();
+    fp8_forward(b, role, {out, writes}, w.bias);
+    if (w.lora.a && !writes) add_adapters();
 }
 
 }  // namespace
@@ -73,23 +67,26 @@ void linear_forward(const Block& b, Role role, Tensor out, Tensor inp, Tensor co
     const Stream stream = b.p.stream();
     if (weights_of(b, role).packed) return packed_forward(b.p, out, inp, weights_of(b, role), add);
     const Tensor bias = weights_of(b, role).bias;
-    const LoraWeights& lora = weights_of(b, role).lora;
-    // Adapters that cover all of out write it first, and the matmul with the weight adds to it: the read of out hides
-    // in that matmul's epilogue, while a thin matmul would wait for it. A matmul in fp8 cannot add a bias as well.
-    const bool writes = lora.a && lora.b.shape[0] == out.shape[1] && !(b.fp8() && bias);
-    if (writes) {
-        lora_forward(b, role, over(out), inp);
-        add = out;
-    }
     if (b.fp8()) {
         if (role != FCPROJ_W) quantise_input(b, role, inp, true, columns);  // the activation function does it itself
-        fp8_forward(b, role, {out, writes}, bias);
+        fp8_forward_with_adapters(b, role, out, inp);
+    } else if (weights_of(b, role).lora.a) {
+        const LowRank low_rank = forward_low_rank(b, role, inp);
+        matmul_low_rank_forward(out, inp, linear_weight(b, role), bias, low_rank, stream);
     } else if (add) {
         matmul_forward_add(out, inp, linear_weight(b, role), bias, add, stream);
     } else {
         matmul_forward(out, inp, linear_weight(b, role), bias, stream);
     }
-    if (lora.a && !writes) lora_forward(b, role, onto(out), inp);
+}
+
+void linear_forward_activation(const Block& b, Role role, Tensor out, Tensor pre, Tensor inp) {
+    const Range range(b.p.ctx.profiler, linear_name(role));
+    const Activation f = b.p.model.config.activation;
+    const LinearWeights& w = weights_of(b, role);
+    if (!w.lora.a) return matmul_forward_activation(f, out, pre, inp, linear_weight(b, role), w.bias, b.p.stream());
+    const LowRank low_rank = forward_low_rank(b, role, inp);
+    matmul_low_rank_forward_activation(f, out, pre, inp, linear_weight(b, role), w.bias, low_rank, b.p.stream());
 }
 
 Tensor bias_gradient(const Block& b, Role role) {
@@ -105,29 +102,31 @@ void weight_backward(const Block& b, Role role, Tensor dout, Tensor inp, Tensor 
 
 namespace {
 
-// LoRA: with h = s·A·inp of the forward pass, dB = doutᵀ·h; with dh = s·dout·B, dA = dhᵀ·inp and dinp = dh·A. dinp may
-// be null. The matmul with the frozen weight comes after it and adds to dinp, as in linear_forward().
-void lora_backward(const Block& b, Role role, Into& dinp, Tensor dout, Tensor inp) {
-    if (!weights_of(b, role).lora.a) return;
+// LoRA: with h = s·A·inp of the forward pass, dB = doutᵀ·h; with dh = s·dout·B, dA = dhᵀ·inp. Returns dh and A, whose
+// product belongs to dinp; null without adapters.
+LowRankGradient lora_backward(const Block& b, Role role, Tensor dout, Tensor inp) {
+    const LoraWeights& lora = weights_of(b, role).lora;
+    if (!lora.a) return {};
     const Range range(b.p.ctx.profiler, "lora");
     const Stream stream = b.p.stream();
     const Model& adapters = *b.p.model.adapters;
     const Gradients& grads = *b.p.grads;
     const bool accumulate = grads.accumulate();
-    const LoraWeights& lora = weights_of(b, role).lora;
     const Tensor low_rank = low_rank_of(b, role);
     const Tensor da = adapters.gradient(grads, lora_a(role), b.l), db = adapters.gradient(grads, lora_b(role), b.l);
     const Tensor dlow_rank = b.p.acts.dlow_rank.rows(0, inp.shape[0]).columns(0, lora.a.shape[0]);
-    for_each_part(lora, [&](auto rows_of_b, auto rows, auto rows_of_a) {
-        const Tensor d = dout.columns(rows.first, rows.second);
-        const Tensor h = low_rank.columns(rows_of_a.first, rows_of_a.second);
-        matmul_backward_weight(db.rows(rows_of_b.first, rows_of_b.second), {}, d, h, accumulate, stream);
-        matmul(dlow_rank.columns(rows_of_a.first, rows_of_a.second), d, lora.b.rows(rows_of_b.first, rows_of_b.second),
-               false, false, false, stream, lora.scale);
-    });
+    const int64_t R = lora.b.shape[1];
+    int64_t column = 0, row = 0;  // of h, of B
+    for (const LoraPart& part : *lora.parts) {
+        const Tensor d = dout.columns(part.row, part.row + part.rows), h = low_rank.columns(column, column + R);
+        matmul_backward_weight(db.rows(row, row + part.rows), {}, d, h, accumulate, stream);
+        matmul(dlow_rank.columns(column, column + R), d, lora.b.rows(row, row + part.rows), false, false, false, stream,
+               lora.scale);
+        column += R;
+        row += part.rows;
+    }
     matmul_backward_weight(da, {}, dlow_rank, inp, accumulate, stream);
-    if (dinp) matmul_backward_input(dinp.t, dlow_rank, lora.a, dinp.add, stream);
-    dinp.add = true;
+    return {dlow_rank, lora.a};
 }
 
 }  // namespace
@@ -136,7 +135,11 @@ void fp8_linear_backward(const Block& b, Role role, Into dinp, Tensor dout, Tens
                          const Fp8Producer& produce) {
     const bool frozen = b.p.model.table.frozen;
     if (dinp || !frozen) quantise_gradient(b, role, produce);
-    lora_backward(b, role, dinp, dout, inp);
+    if (const LowRankGradient d = lora_backward(b, role, dout, inp); d.a && dinp) {
+        const Range range(b.p.ctx.profiler, "lora");
+        matmul_backward_input(dinp.t, d.dh, d.a, dinp.add, b.p.stream());
+        dinp.add = true;
+    }
     const Range range(b.p.ctx.profiler, linear_name(role));
     if (!frozen) fp8_weight_gradient(b, role, inp_t);
     if (dinp) fp8_input_gradient(b, role, dinp);
@@ -154,8 +157,25 @@ void linear_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor i
                                    [&](const Fp8Output& out) { fp8_quantise(out, dout, stream); });
     }
     weight_backward(b, role, dout, inp, dbias);
-    lora_backward(b, role, dinp, dout, inp);
+    const LowRankGradient d = lora_backward(b, role, dout, inp);
     if (!dinp) return;
     const Range range(b.p.ctx.profiler, linear_name(role));
-    matmul_backward_input(dinp.t, dout, linear_weight(b, role), dinp.add, stream);
+    if (d.a)
+        matmul_low_rank_backward_input(dinp.t, dout, linear_weight(b, role), d, dinp.add, stream);
+    else
+        matmul_backward_input(dinp.t, dout, linear_weight(b, role), dinp.add, stream);
+}
+
+void linear_backward_activation(const Block& b, Role role, const ActivationGradient& gradient, Tensor dout) {
+    if (b.a.act) weight_backward(b, role, dout, b.a.act, {});
+    const LowRankGradient d = lora_backward(b, role, dout, b.a.act);
+    {
+        const Range range(b.p.ctx.profiler, linear_name(role));
+        const Activation f = b.p.model.config.activation;
+        if (d.a)
+            matmul_low_rank_backward_activation(f, gradient, dout, linear_weight(b, role), b.a.fc, d, b.p.stream());
+        else
+            matmul_backward_activation(f, gradient, dout, linear_weight(b, role), b.a.fc, b.p.stream());
+    }
+    if (!b.a.act) weight_backward(b, role, dout, gradient.act, {});
 }

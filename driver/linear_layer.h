@@ -12,6 +12,7 @@
 
 #include "driver/fp8_layer.h"
 #include "driver/pass.h"
+#include "kernels/matmul.h"
 
 // The weight of a linear layer as a matmul in the model's dtype reads it, valid until the next call.
 Tensor linear_weight(const Block& b, Role role);
@@ -21,11 +22,20 @@ Tensor linear_weight(const Block& b, Role role);
 // needed for adapters alone.
 void linear_forward(const Block& b, Role role, Tensor out, Tensor inp, Tensor columns = {}, Tensor add = {});
 
+// fc and the activation function: pre = inp·weightᵀ + bias, out = f(pre), in one matmul where that is faster; not in
+// fp8.
+void linear_forward_activation(const Block& b, Role role, Tensor out, Tensor pre, Tensor inp);
+
 // The gradients of a linear layer's weight, or its adapters, of its bias and input. fp8: inp_t, the quantised columns,
 // replaces inp where the weight is trained. dinp may be null where it is frozen. sums_bias: false if the caller
 // computes the gradient of the bias.
 void linear_backward(const Block& b, Role role, Into dinp, Tensor dout, Tensor inp, Tensor inp_t,
                      bool sums_bias = true);
+
+// fcproj and the activation function before it: the gradients of fcproj's weight or adapters and those in `gradient`,
+// of the activation's input b.a.fc, in one matmul where that is faster; not in fp8. With adapters the forward pass, or
+// the recomputation, has kept b.a.act.
+void linear_backward_activation(const Block& b, Role role, const ActivationGradient& gradient, Tensor dout);
 
 // The parts of linear_backward() for callers that compute the rest in other ways.
 

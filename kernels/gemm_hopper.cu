@@ -45,18 +45,27 @@ int rows_in_group(int64_t b_bytes) {
     return b_bytes <= l2 / 2 ? 8 : 16;
 }
 
+// The maps of a [M, inner] and of b, [N, inner] or [inner, N].
+template <typename K>
+Inputs inputs_of(const char* op, const Matrix& a, const void* b_data, int64_t ld_b, int64_t N) {
+    Inputs inputs{};
+    inputs.a = map_of(op, a, BM);
+    const Matrix b = K::B_MN_MAJOR ? Matrix{b_data, ld_b, a.columns, N} : Matrix{b_data, ld_b, N, a.columns};
+    const int box = K::B_MN_MAJOR ? BK / K::CLUSTER : K::Epilogue::GATED ? BN / 2 : BN / K::CLUSTER;
+    inputs.b[0] = map_of(op, b, box);
+    if (K::Epilogue::GATED) inputs.b[1] = map_of(op, lower_half(b), box);
+    return inputs;
+}
+
 template <typename K>
 void launch(const char* op, const GemmKey& key, const GemmOperands& operands, Stream stream) {
     constexpr bool GATED = K::Epilogue::GATED;
     constexpr int PANEL = K::Epilogue::Panel::COLUMNS;
     static_assert(sizeof(typename K::Shared) <= 232448);  // the most that a block may use
     Arguments p{};
-    p.a = map_of(op, {operands.a, key.ld_a, key.M, key.K}, BM);
-    const Matrix b =
-        K::B_MN_MAJOR ? Matrix{operands.b, key.ld_b, key.K, key.N} : Matrix{operands.b, key.ld_b, key.N, key.K};
-    const int box = K::B_MN_MAJOR ? BK / K::CLUSTER : GATED ? BN / 2 : BN / K::CLUSTER;
-    p.b[0] = map_of(op, b, box);
-    if (GATED) p.b[1] = map_of(op, lower_half(b), box);
+    p.inputs[0] = inputs_of<K>(op, {operands.a, key.ld_a, key.M, key.K}, operands.b, key.ld_b, key.N);
+    if (key.K2 > 0)
+        p.inputs[1] = inputs_of<K>(op, {operands.a2, key.ld_a2, key.M, key.K2}, operands.b2, key.ld_b2, key.N);
     const Matrix out{operands.out, key.ld_out, key.M, key.N};
     const Matrix aux = key.accumulate ? Matrix{operands.add, key.ld_out, key.M, key.N}
                                       : Matrix{operands.aux, key.ld_aux, key.M, key.N};
@@ -81,7 +90,8 @@ void launch(const char* op, const GemmKey& key, const GemmOperands& operands, St
     p.rows = int(ceil_div(key.M, BM * K::CLUSTER));
     p.columns = int(ceil_div(key.N, GATED ? BN / 2 : BN));
     p.group = rows_in_group((GATED ? 2 : 1) * key.N * key.K * int64_t(sizeof(bf16))) / K::CLUSTER;
-    p.steps = int(ceil_div(key.K, BK));
+    p.first_steps = int(ceil_div(key.K, BK));
+    p.steps = p.first_steps + int(ceil_div(key.K2, BK));
 
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -143,11 +153,13 @@ bool hopper_gemm_takes(const GemmKey& key) {
     const bool plain = key.epilogue == GemmEpilogue::None || key.epilogue == GemmEpilogue::Bias;
     const bool transposes =
         !key.transpose_a && (plain || key.transpose_b != hopper_gemm_kernel::is_backward(key.epilogue));
-    const bool small = std::max({key.M, key.N, key.K}) <= INT32_MAX / 2;  // TMA takes 32-bit coordinates
+    const bool small = std::max({key.M, key.N, key.K, key.K2}) <= INT32_MAX / 2;  // TMA takes 32-bit coordinates
     const bool stores = key.out_dtype == DType::BF16 || (key.out_dtype == DType::F32 && key.transpose_b &&
                                                          key.epilogue == GemmEpilogue::None && !key.accumulate);
+    const bool pair =
+        key.K2 == 0 || (key.K2 > 0 && aligned(key.align_a2, key.ld_a2) && aligned(key.align_b2, key.ld_b2));
     return is_hopper() && small && key.dtype == DType::BF16 && stores && transposes && key.batch == 1 &&
-           (plain || !key.accumulate) && key.K > 0 && key.N % 8 == 0 && aligned(key.align_a, key.ld_a) &&
+           (plain || !key.accumulate) && key.K > 0 && pair && key.N % 8 == 0 && aligned(key.align_a, key.ld_a) &&
            aligned(key.align_b, key.ld_b) && aligned(key.align_out, key.ld_out) &&
            (!key.ld_aux || aligned(key.align_aux, key.ld_aux)) &&
            (!key.align_bias || (key.align_bias >= 4 && key.epilogue != GemmEpilogue::Exp));

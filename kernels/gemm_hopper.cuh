@@ -1,4 +1,5 @@
-// The main loop of the GEMMs on Hopper: out [M, N] = a [M, K]·op(b), bf16, summed in fp32. b is [N, K] or [K, N].
+// The main loop of the GEMMs on Hopper: out [M, N] = a [M, K]·op(b), bf16, summed in fp32. b is [N, K] or [K, N]. A
+// second pair of operands, with an inner dimension of its own, is added to the same sums: it continues the steps of K.
 //
 // A persistent, warp-specialised kernel in ping-pong. A producer warp loads stages of 64 columns of K by TMA; two
 // consumer warpgroups take alternate tiles of 128 x 192 sums, so that one rounds and stores its tile while the other
@@ -27,8 +28,13 @@ constexpr int BM = int(HOPPER_GEMM_ROWS), BN = int(HOPPER_GEMM_COLUMNS), BK = PA
 constexpr int MB = BM / 64, NT = BN / 8;  // a thread's sums: c[MB][NT][4]
 constexpr int WARPGROUPS = 2, WARPS = 4 * WARPGROUPS, THREADS = (WARPGROUPS + 1) * WARPGROUP;
 
+struct Inputs {
+    CUtensorMap a, b[2];  // [1]: the second half of SwiGLU's b
+};
+
 struct Arguments {
-    CUtensorMap a, b[2], out[2], aux[2];  // [1]: the second half of SwiGLU's matrices
+    Inputs inputs[2];            // the operands, and the second pair of them
+    CUtensorMap out[2], aux[2];  // [1]: the second half of SwiGLU's matrices
     CUtensorMap act;
     const bf16* bias;
     float* column_sums;
@@ -41,7 +47,7 @@ struct Arguments {
     int64_t ld_floats;
     int M, N;
     int rows, columns, group;  // tiles of clusters
-    int steps;
+    int steps, first_steps;    // of both pairs; of the first
 };
 
 // A warp's part of a tile of out.
@@ -69,9 +75,10 @@ struct Kernel {
     };
 };
 
-// A block loads its own tile of a and its part of the tile of b, which TMA writes to all blocks of the cluster.
+// A block loads its own tile of a and its part of the tile of b, which TMA writes to all blocks of the cluster. k:
+// where the step begins.
 template <typename K>
-__device__ __forceinline__ void load_b(const Arguments& p, typename K::Stage& stage, int step, int column, int rank,
+__device__ __forceinline__ void load_b(const CUtensorMap (&b)[2], typename K::Stage& stage, int k, int column, int rank,
                                        Mbarrier* full) {
     const auto load = [&](int row, const CUtensorMap& map, int map_column, int map_row) {
         unsigned char* const to = stage.b + row * PANEL_ROW_BYTES;
@@ -84,27 +91,31 @@ __device__ __forceinline__ void load_b(const Arguments& p, typename K::Stage& st
         constexpr int PART = BK / K::CLUSTER;
 #pragma unroll
         for (int q = 0; q < BN / PANEL_COLUMNS; q++)
-            load(q * BK + rank * PART, p.b[0], column * BN + q * PANEL_COLUMNS, step * BK + rank * PART);
+            load(q * BK + rank * PART, b[0], column * BN + q * PANEL_COLUMNS, k + rank * PART);
     } else if constexpr (K::Epilogue::GATED) {  // half of the tile's columns are gates, half ups
-        for (int half = rank; half < 2; half += K::CLUSTER) load(half * BN / 2, p.b[half], step * BK, column * BN / 2);
+        for (int half = rank; half < 2; half += K::CLUSTER) load(half * BN / 2, b[half], k, column * BN / 2);
     } else {
         constexpr int PART = BN / K::CLUSTER;
-        load(rank * PART, p.b[0], step * BK, column * BN + rank * PART);
+        load(rank * PART, b[0], k, column * BN + rank * PART);
     }
 }
 
+// What a step has beyond an inner dimension TMA fills with zeros, so neither pair need end with a step.
 template <typename K>
 __device__ __forceinline__ void produce(const Arguments& p, typename K::Shared& shared, Tiles<Arguments> tiles,
                                         int rank) {
     RingPosition<STAGES> at;
     for (int row, column; tiles.next(row, column);)
         for (int step = 0; step < p.steps; step++, at.advance()) {
+            const bool second = step >= p.first_steps;
+            const Inputs& from = p.inputs[second];
+            const int k = (second ? step - p.first_steps : step) * BK;
             shared.ring.wait_empty(at);
             Mbarrier* const full = &shared.ring.full[at.stage];
             typename K::Stage& stage = shared.stages[at.stage];
             mbarrier_arrive_expect_tx(full, sizeof(stage.a) + sizeof(stage.b));
-            tma_load(stage.a, &p.a, step * BK, 0, (row * K::CLUSTER + rank) * BM, full);
-            load_b<K>(p, stage, step, column, rank, full);
+            tma_load(stage.a, &from.a, k, 0, (row * K::CLUSTER + rank) * BM, full);
+            load_b<K>(from.b, stage, k, column, rank, full);
         }
 }
 

@@ -9,6 +9,7 @@
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/linear_attention/linear_attention_layout.h"
 #include "kernels/matmul_fp8_check.h"
+#include "kernels/matmul_low_rank.h"
 #include "kernels/muon.h"
 #include "kernels/norm.h"
 #include "kernels/norm_partials.h"
@@ -63,6 +64,11 @@ int64_t normalize_matrices_scratch(int64_t batch, int64_t rows, int64_t columns,
 // On the CPU both operands in fp32: the second whole, the first by chunks of rows.
 int64_t matmul_fp8_scratch(int64_t M, int64_t N, int64_t K, const Target& target) {
     return on_gpu(target) ? 0 : (std::min(M, MATMUL_FP8_CPU_ROWS) + N) * K * int64_t(sizeof(float));
+}
+
+// On Hopper GPUs adapters may be a part of the matmul with the weight.
+int64_t matmul_low_rank_scratch(int64_t OC, int64_t ranks, DType dtype, const Target& target) {
+    return target.hopper && dtype == DType::BF16 ? OC * ranks * dtype_size(dtype) : 0;
 }
 
 int64_t attention_forward_scratch(const Target& target) {
@@ -129,6 +135,10 @@ int64_t normalize_matrices_scratch(int64_t batch, int64_t rows, int64_t columns)
 
 int64_t matmul_fp8_scratch(int64_t M, int64_t N, int64_t K) {
     return matmul_fp8_scratch(M, N, K, this_target());
+}
+
+int64_t matmul_low_rank_scratch(int64_t OC, int64_t ranks, DType dtype) {
+    return matmul_low_rank_scratch(OC, ranks, dtype, this_target());
 }
 
 int64_t attention_forward_scratch() {

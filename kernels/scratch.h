@@ -16,6 +16,7 @@ int64_t qk_norm_all_heads_backward_scratch(int64_t N, int64_t Cq, int64_t Ck, co
 int64_t normalize_matrices_scratch(int64_t batch, int64_t rows, int64_t columns, const Target& target);
 int64_t newton_schulz_scratch(int64_t batch, int64_t rows, int64_t columns, DType dtype, const Target& target);
 int64_t matmul_fp8_scratch(int64_t M, int64_t N, int64_t K, const Target& target);
+int64_t matmul_low_rank_scratch(int64_t OC, int64_t ranks, DType dtype, const Target& target);
 int64_t attention_forward_scratch(const Target& target);
 int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS, bool deterministic, int64_t max_k,
                                    const Target& target);

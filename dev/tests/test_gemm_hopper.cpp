@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "dev/oracle/reference.h"
+#include "dev/tests/low_rank_layer.h"
 #include "dev/tests/test_util.h"
 #include "kernels/activation.h"
 #include "kernels/matmul.h"
@@ -10,6 +11,7 @@
 #ifdef HAVE_SM90A
 #include "kernels/gemm_hopper.h"
 #include "runtime/device/blas.h"
+#include "runtime/device/target.h"
 
 namespace {
 
@@ -234,19 +236,163 @@ TEST(HopperGemmClusters, ScaleTheSum) {
     expect_close("out", out.fetch(), ref.value, ref.mag, K, N, T);
 }
 
+namespace {
+
+// Adapters whose ranks are parts of a step, steps, and more than one: {parts, R}.
+constexpr int64_t RANKS[][2] = {{1, 8}, {1, 16}, {3, 16}, {1, 64}, {3, 32}};
+
+// Layers with `factor` times the outputs of SIZES.
+template <typename F>
+void for_each_layer(int64_t factor, F f) {
+    for (const auto& s : SIZES)
+        for (const auto& [P, R] : RANKS) {
+            if (s[0] > 1000 && P * R != 48) continue;  // the oracle takes a second
+            const int64_t OC = factor * s[1];
+            SCOPED_TRACE(str("N ", s[0], " OC ", OC, " C ", s[2], " parts ", P, " R ", R));
+            f(LowRankLayer(T, s[0], s[2], OC, R, whole_parts(OC, P)));
+        }
+}
+
+// All that a stream ran were GEMMs with the adapters inside.
+void expect_extended(Stream stream) {
+    for (const auto& [key, plan] : blas_of("test", stream).plans) EXPECT_GT(key.K2, 0) << "M " << key.M;
+}
+
+}  // namespace
+
+// Summed in fp32 with the product of the weight, and rounded once.
+TEST_P(HopperGemm, AdaptersContinueTheInnerDimension) {
+    for_each_layer(1, [&](const LowRankLayer& x) {
+        for (const bool biased : {false, true}) {
+            const Gapped out(x.N, x.OC);
+            matmul_low_rank_forward(out.view(), x.inp, x.weight, biased ? x.bias.tensor() : Tensor{}, x.low_rank(),
+                                    stream);
+            const reference::Values ref = x.forward(biased);
+            expect_close("out", out.fetch(), ref.value, ref.mag, x.C + x.ranks, x.OC, T);
+        }
+        for (const bool accumulate : {false, true}) {
+            const Gapped dinp = accumulate ? Gapped(x.N, x.C, 9, 1) : Gapped(x.N, x.C);
+            const std::vector<double> before = accumulate ? dinp.values() : std::vector<double>{};
+            matmul_low_rank_backward_input(dinp.view(), x.dout, x.weight, x.gradient(), accumulate, stream);
+            const reference::Values ref = x.backward_input(accumulate ? before.data() : nullptr);
+            expect_close("dinp", dinp.fetch(), ref.value, ref.mag, x.OC + x.ranks, x.C, T);
+        }
+    });
+    expect_extended(stream);
+}
+
+TEST_P(HopperGemm, AdaptersBesideActivations) {
+    for (const Activation f : ACTIVATIONS)
+        for_each_layer(activation_inputs(f, 1), [&, f = f](const LowRankLayer& x) {
+            SCOPED_TRACE(str("activation ", int(f)));
+            const int64_t I = x.OC / activation_inputs(f, 1), columns = activation_inputs(f, x.C);
+            const Gapped out(x.N, I), pre(x.N, x.OC);
+            matmul_low_rank_forward_activation(f, out.view(), pre.view(), x.inp, x.weight, x.bias, x.low_rank(),
+                                               stream);
+            const reference::Values ref = x.forward(true);
+            expect_close("pre", pre.fetch(), ref.value, ref.mag, x.C + x.ranks, x.OC, T);
+            const TestArray expected = TestArray::poisoned(T, {x.N, I});
+            activation_forward(f, expected, pre.view(), stream);
+            expect_same_bits("out", out.fetch(), expected.fetch());
+
+            const Gapped before(x.N, columns, 8, 2), dpre(x.N, columns);
+            const TestArray dact = TestArray::poisoned(T, {x.N, x.C});
+            matmul_low_rank_backward_activation(f, {dpre.view(), dact, {}, {}, false}, x.dout, x.weight, before.view(),
+                                                x.gradient(), stream);
+            const reference::Values d = x.backward_input(nullptr);
+            const std::vector<double> values = before.values();
+            const auto gradient = [&](const std::vector<double>& of) {
+                return reference::activation_backward(f, of.data(), values.data(), x.N, x.C);
+            };
+            expect_close("dpre", dpre.fetch(), gradient(d.value).value, gradient(d.mag).mag, x.OC + x.ranks, columns,
+                         T);
+        });
+    expect_extended(stream);
+}
+
+// Rows that TMA does not take, a block-diagonal B without memory, or rows that must not depend on tuning: several
+// kernels compute it. Adapters of a part of out are a block-diagonal B with rows of zeros.
+TEST(HopperGemmClusters, AdaptersThatAreLeftOut) {
+    const auto ranks_inside = [](const LowRankLayer& x, bool scratch, bool invariant) {
+        const ClusterStream on{GemmKernel::Hopper1};
+        if (invariant) matmul_batch_invariant(true, on);
+        const TestArray out = TestArray::poisoned(T, {x.N, x.OC});
+        LowRank low_rank = x.low_rank();
+        if (!scratch) low_rank.scratch = {};
+        matmul_low_rank_forward(out, x.inp, x.weight, x.bias, low_rank, on);
+        const reference::Values ref = x.forward(true);
+        expect_close("out", out.fetch(), ref.value, ref.mag, x.C + x.ranks, x.OC, T, 3);
+        int64_t ranks = 0;
+        for (const auto& [key, plan] : blas_of("test", on).plans) ranks += key.K2;
+        return ranks;
+    };
+    if (!this_target().hopper) GTEST_SKIP() << "not a Hopper GPU";
+    const LowRankParts fused = whole_parts(192, 3);
+    EXPECT_EQ(ranks_inside({T, 130, 136, 192, 16, fused}, true, false), 48);
+    EXPECT_EQ(ranks_inside({T, 130, 136, 192, 16, fused}, false, false), 0);
+    EXPECT_EQ(ranks_inside({T, 130, 136, 192, 16, fused}, true, true), 0);
+    EXPECT_EQ(ranks_inside({T, 130, 136, 192, 16, {{128, 64}}}, true, false), 16);
+    EXPECT_EQ(ranks_inside({T, 130, 136, 192, 16, {{0, 64}, {128, 64}}}, true, false), 32);
+    EXPECT_EQ(ranks_inside({T, 130, 136, 192, 16, whole_parts(192, 1)}, false, false), 16);
+    EXPECT_EQ(ranks_inside({T, 130, 136, 192, 4, fused}, true, false), 0);      // 12 columns
+    EXPECT_EQ(ranks_inside({T, 130, 136, 192, 16, fused, 4}, true, false), 0);  // 52 elements between rows
+    EXPECT_EQ(ranks_inside({T, 130, 136, 192, 20, whole_parts(192, 1)}, true, false), 0);
+}
+
+// The table has the second pair of operands, and the choice decides between one kernel and several.
+TEST(HopperGemmClusters, ChoicesOfGemmsWithAdapters) {
+    if (!this_target().hopper) GTEST_SKIP() << "not a Hopper GPU";
+    const LowRankLayer x(T, 130, 136, 192, 16, whole_parts(192, 3));
+    struct OwnStream {
+        Stream stream = create_blas_stream();
+        ~OwnStream() { destroy_stream(stream); }
+    };
+    const OwnStream tuned, other, untuned;
+    const auto run = [&](Stream on) {
+        const TestArray out = TestArray::poisoned(T, {x.N, x.OC});
+        matmul_low_rank_forward(out, x.inp, x.weight, x.bias, x.low_rank(), on);
+        return out.fetch();
+    };
+    const auto plan_of = [](Stream on) {
+        for (const auto& [key, plan] : blas_of("test", on).plans)
+            if (key.K2 > 0) return plan;
+        return GemmPlan{};
+    };
+    run(untuned.stream);
+    EXPECT_FALSE(plan_of(untuned.stream).compared);
+    {
+        const ClusterStream apart{GemmKernel::Separate};
+        expect_same_bits("untuned", run(untuned.stream), run(apart));
+    }
+    matmul_tuning(true, tuned.stream);
+    run(tuned.stream);
+    matmul_tuning(false, tuned.stream);
+    EXPECT_TRUE(plan_of(tuned.stream).compared);
+    const std::string choices = matmul_choices(tuned.stream);
+    EXPECT_NE(choices.find(" + 48 56 48 16 16\n"), std::string::npos) << choices;
+    ASSERT_TRUE(matmul_use_choices(choices, other.stream));
+    EXPECT_EQ(matmul_choices(other.stream), choices);
+    EXPECT_EQ(plan_of(other.stream).kernel, plan_of(tuned.stream).kernel);
+    expect_same_bits("adopted", run(other.stream), run(tuned.stream));
+}
+
 // The sums have one order, whatever the size of the clusters.
 TEST(HopperGemmKernels, HaveTheSameBits) {
     const int64_t N = 1000, C = 520, OC = 776;
     const ClusterStream one{GemmKernel::Hopper1}, two{GemmKernel::Hopper2};
     const TestArray inp = TestArray::random(T, {N, C}, 1), weight = TestArray::random(T, {OC, C}, 2);
     const TestArray pre = TestArray::random(T, {N, C}, 3), dout = TestArray::random(T, {N, OC}, 4);
+    const LowRankLayer layer(T, N, C, OC, 32, whole_parts(OC, 3));
     const auto run = [&](Stream on) {
         const TestArray out = TestArray::poisoned(T, {N, OC}), dpre = TestArray::poisoned(T, {N, C});
         const TestArray dbias = TestArray::poisoned({C});
         matmul_forward(out, inp, weight, {}, on);
         matmul_backward_activation(Activation::GELU, {dpre, dpre, {}, dbias, false}, dout, weight, pre, on);
+        const TestArray adapted = TestArray::poisoned(T, {N, OC}), dinp = TestArray::poisoned(T, {N, C});
+        matmul_low_rank_forward(adapted, layer.inp, layer.weight, {}, layer.low_rank(), on);
+        matmul_low_rank_backward_input(dinp, layer.dout, layer.weight, layer.gradient(), false, on);
         std::vector<double> all = out.fetch();
-        for (const TestArray* more : {&dpre, &dbias}) {
+        for (const TestArray* more : {&dpre, &dbias, &adapted, &dinp}) {
             const std::vector<double> values = more->fetch();
             all.insert(all.end(), values.begin(), values.end());
         }

@@ -55,18 +55,22 @@ TEST_P(LoraVariant, StepsChangeTheAdaptersAlone) {
 
 TEST_P(LoraVariant, RecomputationAndOffloadChangeNoBit) {
     std::vector<float> expected;
-    for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block}) {
-        for (const bool offload : {false, true}) {
+    for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block})
+        for (const auto& [offload, epilogue] : {std::pair(false, ActivationEpilogue::Off),
+                                                {true, ActivationEpilogue::Off},
+                                                {false, ActivationEpilogue::Backward},
+                                                {true, ActivationEpilogue::Both}}) {
             RunShape shape = training_shape(B, T);
             shape.recompute = level;
             shape.offload_inputs = offload;
+            shape.activation_epilogue = epilogue;
             Driver lora = lora_driver(config(), shape, lora_options());
             lora.randomise(3);
             lora.gradients({batch});
             if (expected.empty()) expected = lora.grads();
-            EXPECT_TRUE(same_bits(lora.grads(), expected)) << "level " << int(level) << " offload " << offload;
+            EXPECT_TRUE(same_bits(lora.grads(), expected))
+                << "level " << int(level) << " offload " << offload << " activation in matmuls " << int(epilogue);
         }
-    }
 }
 
 INSTANTIATE_TEST_SUITE_P(Lora, LoraVariant, testing::ValuesIn(MODEL_VARIANTS),

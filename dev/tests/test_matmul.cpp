@@ -656,7 +656,13 @@ TEST(MatmulTuning, ForeignAndDamagedTablesAreRejected) {
           with_checksum(replaced(body, algorithm, std::string(128, 'f'))), with_checksum(body + "64 64\n"),
           with_checksum(body.substr(0, body.size() - 1) + " 0\n"),
           with_checksum(body.substr(0, body.size() - 1) + " x\n"),
-          with_checksum(body.substr(0, body.size() - 1) + " 2 3\n")})
+          with_checksum(body.substr(0, body.size() - 1) + " 2 3\n"),
+          with_checksum(body.substr(0, body.size() - 1) + " +\n"),
+          with_checksum(body.substr(0, body.size() - 1) + " + 16 16 16 16\n"),
+          with_checksum(body.substr(0, body.size() - 1) + " + 0 16 16 16 16\n"),
+          with_checksum(body.substr(0, body.size() - 1) + " + 16 16 16 16 16 1\n"),
+          // The library has no second pair of operands.
+          with_checksum(body.substr(0, body.size() - 1) + " + 16 16 16 16 16\n")})
         expect_error([&] { matmul_use_choices(damaged, fresh); },
                      "matmul_use_choices: the table of GEMM algorithms is damaged; without it they are timed again");
     EXPECT_EQ(matmul_choices(fresh), empty);

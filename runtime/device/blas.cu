@@ -21,7 +21,8 @@ void blas_check(cublasStatus_t status, const char* op, const char* call) {
 auto fields(const GemmKey& k) {
     return std::tie(k.batch, k.M, k.N, k.K, k.ld_out, k.ld_a, k.ld_b, k.ld_aux, k.dtype, k.out_dtype, k.format_a,
                     k.format_b, k.fast_accumulation, k.transpose_a, k.transpose_b, k.accumulate, k.epilogue,
-                    k.align_out, k.align_a, k.align_b, k.align_bias, k.align_aux);
+                    k.align_out, k.align_a, k.align_b, k.align_bias, k.align_aux, k.K2, k.ld_a2, k.ld_b2, k.align_a2,
+                    k.align_b2);
 }
 
 }  // namespace
@@ -277,9 +278,14 @@ void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, 
     plan.milliseconds = medians[best];
 }
 
+// Whether the library may compute the GEMM.
+bool is_of_library(const GemmKey& key) {
+    return library_has(key.epilogue) && key.K2 == 0;
+}
+
 // A plan with the algorithm that the heuristic ranks first.
 GemmPlan make_plan(const Blas& blas, const char* op, const GemmKey& key) {
-    if (!library_has(key.epilogue)) return {};
+    if (!is_of_library(key)) return {};
     GemmPlan plan = describe(blas, op, key);
     cublasLtMatmulHeuristicResult_t first{};
     plan.possible = candidates(blas, op, key, plan, 1, &first) > 0;
@@ -341,7 +347,8 @@ namespace {
 
 constexpr const char* LEGEND =
     "# M N K, ld of out a b aux, dtype (fp8: of a and of b, fast accumulation), out's, transposes, accumulate, "
-    "epilogue, alignment of out a b bias aux, algorithm, ms, batch if not 1";
+    "epilogue, alignment of out a b bias aux, algorithm, ms, batch if not 1, or + and of a second pair K, ld of a b, "
+    "alignment of a b";
 constexpr std::array<const char*, 10> EPILOGUES = {
     "none",  "bias",           "gelu",   "gelu_bias",       "gelu_backward",
     "relu2", "relu2_backward", "swiglu", "swiglu_backward", "exp"};
@@ -377,7 +384,7 @@ std::string checksum(const std::string& text) {
 // table. The number counts the versions of hopper_gemm() that differ in speed.
 std::string timed_with() {
 #ifdef HAVE_SM90A
-    const char* own = ", hopper_gemm 3";
+    const char* own = ", hopper_gemm 4";
 #else
     const char* own = "";
 #endif
@@ -409,7 +416,8 @@ std::string line_of(const GemmKey& k, const GemmPlan& plan) {
                k.align_aux, ' ',
                plan.kernel == GemmKernel::Library ? hex(&plan.algorithm, sizeof(plan.algorithm))
                                                   : std::string(KERNELS[size_t(plan.kernel)]),
-               ' ', plan.milliseconds, k.batch > 1 ? str(' ', k.batch) : "");
+               ' ', plan.milliseconds, k.batch > 1 ? str(' ', k.batch) : "",
+               k.K2 > 0 ? str(" + ", k.K2, ' ', k.ld_a2, ' ', k.ld_b2, ' ', k.align_a2, ' ', k.align_b2) : "");
 }
 
 bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
@@ -419,9 +427,15 @@ bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
         k.accumulate >> epilogue >> k.align_out >> k.align_a >> k.align_b >> k.align_bias >> k.align_aux >> bytes >>
         plan.milliseconds;
     const bool complete = !in.fail();
-    in >> batch >> beyond;
-    const auto [end, error] = std::from_chars(batch.data(), batch.data() + batch.size(), k.batch);
-    if (!batch.empty() && (error != std::errc{} || *end || k.batch < 2 || k.batch > INT32_MAX)) return false;
+    in >> batch;
+    if (batch == "+") {
+        in >> k.K2 >> k.ld_a2 >> k.ld_b2 >> k.align_a2 >> k.align_b2;
+        if (in.fail() || k.K2 < 1) return false;
+    } else {
+        const auto [end, error] = std::from_chars(batch.data(), batch.data() + batch.size(), k.batch);
+        if (!batch.empty() && (error != std::errc{} || *end || k.batch < 2 || k.batch > INT32_MAX)) return false;
+    }
+    in >> beyond;
     const auto parse_dtype = [](const std::string& name, DType& to) {
         for (const DType d : DTYPES)
             if (name == dtype_name(d)) return to = d, true;
@@ -438,7 +452,7 @@ bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
     plan.kernel = found_kernel == KERNELS.end() ? GemmKernel::Library : GemmKernel(found_kernel - KERNELS.begin());
     return parse_operands(dtype, k) && parse_dtype(out_dtype, k.out_dtype) &&
            (plan.kernel != GemmKernel::Library ||
-            (library_has(k.epilogue) && parse_hex(bytes, &plan.algorithm, sizeof(plan.algorithm))));
+            (is_of_library(k) && parse_hex(bytes, &plan.algorithm, sizeof(plan.algorithm))));
 }
 
 }  // namespace

@@ -53,14 +53,18 @@ struct GemmKey {
     GemmEpilogue epilogue = GemmEpilogue::None;
     // Bytes, up to 16; 0 where null. align_out: also of what is added.
     int64_t align_out = 0, align_a = 0, align_b = 0, align_bias = 0, align_aux = 0;
+    // A second pair of operands, which only kernels/gemm_hopper.h has: a2 [M, K2], and b2 with b's transpose and K2
+    // instead of K. 0: none.
+    int64_t K2 = 0, ld_a2 = 0, ld_b2 = 0, align_a2 = 0, align_b2 = 0;
 };
 bool operator<(const GemmKey& x, const GemmKey& y);
 
-// out = alpha·op(a)·op(b) + beta·add, then the epilogue.
+// out = alpha·(op(a)·op(b) + a2·op(b2)) + beta·add, then the epilogue.
 struct GemmOperands {
     void* out = nullptr;
     const void *a = nullptr, *b = nullptr, *add = nullptr, *bias = nullptr;  // add: as out, null unless accumulate
     void* aux = nullptr;
+    const void *a2 = nullptr, *b2 = nullptr;
     float alpha = 1, beta = 1;
     const float *inverse_scale_a = nullptr, *inverse_scale_b = nullptr;  // fp8: factors of a and b, on the device
     // Further outputs of hopper_gemm(), or null. column_sums [ceil(M / HOPPER_GEMM_ROWS), N], with the gradients of
@@ -78,7 +82,7 @@ struct GemmOperands {
 // The kernels that compute a GEMM with its epilogue.
 enum class GemmKernel : uint8_t {
     Library,
-    Separate,  // two kernels: a GEMM, and what follows it
+    Separate,  // several kernels: a GEMM, and what follows it or is added to its sums
     Hopper1,   // hopper_gemm() with clusters of one block
     Hopper2,   // and of two
 };
