@@ -90,9 +90,9 @@ void matmul_batch_invariant(bool on, Stream stream);
 // While tuning is on, each new GEMM (sizes, strides, dtypes, alignments, transposes, epilogue) is timed at its first
 // call; one that differs from a timed one in `accumulate` alone takes its algorithm. Of the algorithms that the library
 // proposes and that give the same bits twice, the one with the best median of interleaved samples is chosen. It is
-// compared with kernels/gemm_hopper.h, and GEMMs with an activation function with two kernels. This takes about half a
-// second per GEMM, with an activation function a second, and waits for the stream. It overwrites results many times:
-// after a call with `accumulate`, or whose result overlaps an operand, they are undefined.
+// compared with kernels/gemm_hopper.h, and GEMMs with an activation function or adapters (matmul_low_rank.h) with
+// several kernels. This takes about half a second per GEMM, those a second, and waits for the stream. It overwrites
+// results many times: after a call with `accumulate`, or whose result overlaps an operand, they are undefined.
 void matmul_tuning(bool on, Stream stream);
 
 // The table of chosen algorithms as text: the GPU, the versions of the library and of hopper_gemm(), a line for each

@@ -28,7 +28,7 @@ struct LowRank {
 int64_t matmul_low_rank_scratch(int64_t OC, int64_t ranks, DType dtype);
 
 // out [OC, P·R]: row o has the part's row of B in the R columns of the part that o belongs to, and zeros elsewhere, so
-// that h·outᵀ is what the adapters add. In fp32 or 16 bits, contiguous.
+// that h·outᵀ is what the adapters add. In fp32 or 16 bits, contiguous; on a GPU of at most 3 parts.
 void block_diagonal(Tensor out, const LoraWeights& adapters, Stream stream);
 
 // out [N, OC] (+)= what the adapters add; without accumulate only the columns of out that have an adapter are written.
