@@ -119,7 +119,7 @@ struct Model {
 
     // The group's weights are whole while the result lives; group `next` is prefetched if a gatherer brings them.
     GatheredGroup use(const Context& ctx, int group, int next = -1) const;
-    void await_weights(Stream stream) const;  // later work of the stream sees all groups as the update left them
+    void await_weights(const Context& ctx) const;  // later work of ctx.stream sees all groups as updated
 
   private:
     Model(const ModelConfig& model_config, ParamTable params, const Sharding& ranks, Precision p);

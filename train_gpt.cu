@@ -209,16 +209,16 @@ void Model::allocate(const Context& ctx) {
 }
 
 GatheredGroup Model::use(const Context& ctx, int group, int next) const {
-    const bool in_place = !gatherer || group == fp32_group();
-    if (in_place && !arrivals.empty()) {
+    if (!arrivals.empty() && (!gatherer || group == fp32_group())) {
         const Range waiting(ctx.profiler, "wait for weights");
         arrivals[size_t(group)].make_wait_in_graph(ctx.stream);
     }
     return GatheredGroup(gatherer.get(), group, next, ctx.stream);
 }
 
-void Model::await_weights(Stream stream) const {
-    for (const Event& arrival : arrivals) arrival.make_wait_in_graph(stream);
+void Model::await_weights(const Context& ctx) const {
+    const Range waiting(ctx.profiler, "wait for weights");
+    for (const Event& arrival : arrivals) arrival.make_wait_in_graph(ctx.stream);
 }
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -906,9 +906,9 @@ int64_t update_workspace_bytes(const Model& whole, int64_t round_bytes, const Ta
     return muon_workspace(model.table, model.sharding, model.precision.dtype, round_bytes, target).bytes();
 }
 
-// Whole matrices go first: the weights of a slice are gathered when all its optimizers have updated it. The last slice
-// is the next, for each block reads its norms. What trains next waits for a group when it uses it, so that the forward
-// pass hides the gathering.
+// Whole matrices go first: a slice's weights are gathered when all its optimizers have updated it. The last slice,
+// whose norms all blocks read, is the next. The next forward pass hides the gathering: it waits for a group where it
+// uses it.
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit) {
     const Range range(ctx.profiler, "update");
@@ -930,11 +930,7 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
         ctx.comm->all_gather(p.gathered, trained.sharding.own(p.gathered), ctx.side);
         arrival.record(ctx.side);
     }
-    const bool whole_fp8_weights = acts.fp8 && acts.shape.fp8.whole_weights;
-    if (model.adapters || acts.shape.rollout || whole_fp8_weights) {
-        const Range waiting(ctx.profiler, "wait for weights");
-        trained.await_weights(ctx.stream);
-    }
+    if (model.adapters || acts.shape.rollout || (acts.fp8 && acts.shape.fp8.whole_weights)) trained.await_weights(ctx);
     if (acts.fp8) acts.fp8->update(ctx);
     quantise_weights(ctx, model, acts);
 }

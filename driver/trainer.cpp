@@ -385,7 +385,7 @@ StepScalars Trainer::settings() const {
 
 // Several ranks do not ask whether a step is done: their answers could differ, but they must act alike.
 void Trainer::finish_steps(bool all, RunLog& log, Progress& progress) {
-    if (all) model.trained().await_weights(ctx.stream);
+    if (all) model.trained().await_weights(ctx);
     while (finished < queued && (all || queued - finished > 1 || (ctx.world == 1 && queue[finished % 2].end.reached())))
         finish_step(log, progress);
 }

@@ -10,7 +10,6 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/embedding.h"
 #include "kernels/generation/decode_attention.h"
-#include "kernels/generation/embedding_unscaled.h"
 #include "kernels/generation/kv_write.h"
 #include "kernels/generation/token_logprobs.h"
 #include "kernels/generation/topk.h"
@@ -532,17 +531,13 @@ void Engine::prepare_qk(int64_t l, Tensor packed, const Tensor& angles) {
     }
 }
 
-// Token ids to the input of the first block. Whether it has made the rows of `next` as well, if that is given.
-bool Engine::embed(Tensor hidden, Tensor token_ids, Tensor token_positions, const UnscaledRows& next) {
-    if (next.rows && !weights.packed_wte && !config.embedding_norm &&
-        embedding_unscaled(hidden, next, token_ids, token_positions, weights.wte, weights.wpe, stream))
-        return true;
+// Token ids to the input of the first block.
+void Engine::embed(Tensor hidden, Tensor token_ids, Tensor token_positions) {
     if (weights.packed_wte)
         embedding_forward(hidden, token_ids, token_positions, *weights.packed_wte, weights.wpe, stream);
     else
         embedding_forward(hidden, token_ids, token_positions, weights.wte, weights.wpe, stream);
     if (config.embedding_norm) norm(hidden, hidden, weights.embedding_norm);
-    return false;
 }
 
 void Engine::norm(Tensor out, Tensor inp, const NormWeights& w) {
@@ -589,18 +584,15 @@ void Engine::add_adapter(Tensor y, Tensor inp, const AdapterWeights& w) {
     adapter_expand_all(y, h, w, stream);
 }
 
-// Runs tokens through the first blocks, to hidden [N, C]. attend(l) computes att from qkv and the cache.
+// Runs x [N, C] through the first blocks. attend(l) computes att from qkv and the cache.
 template <typename Attend>
-void Engine::run_blocks(Tensor hidden, const StepTokens& tokens, bool batch_invariant,
+void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invariant,
                         const std::optional<AdapterTiles>& tiles, int64_t layers, Attend attend) {
     const int64_t N = hidden.shape[0];
     BlockAdapters adapters;  // of the layer
     const float eps = static_cast<float>(config.norm_eps);
     const auto input_norm = [&](const NormWeights& n) {
         return InputNorm{n.weight, n.bias, eps, config.norm == Norm::LayerNorm};
-    };
-    const auto rows = [&](const NormWeights& of) {
-        return UnscaledRows{unscaled.rows(0, N), norm_parts, input_norm(of)};
     };
     bool norm_begun = false;  // `unscaled` has the rows of hidden for the norm before the next layer
     // next: the norm that reads the output, if linear_unscaled() may begin it.
@@ -610,9 +602,14 @@ void Engine::run_blocks(Tensor hidden, const StepTokens& tokens, bool batch_inva
         if (tiles) return adapted_layer(to, inp.rows(0, N), n, w, a, *tiles, batch_invariant);
         const bool reads = norm_begun && n.weight;
         norm_begun = next;
-        if ((reads || next) && linear_unscaled(to, reads ? rows(n) : UnscaledRows{inp.rows(0, N)}, w,
-                                               next ? rows(*next) : UnscaledRows{}, stream))
-            return;
+        if (reads || next) {
+            const auto rows = [&](const NormWeights& of) {
+                return UnscaledRows{unscaled.rows(0, N), norm_parts, input_norm(of)};
+            };
+            if (linear_unscaled(to, reads ? rows(n) : UnscaledRows{inp.rows(0, N)}, w,
+                                next ? rows(*next) : UnscaledRows{}, stream))
+                return;
+        }
         norm_begun = false;
         linear(to, inp.rows(0, N), input_norm(n), w, scratch, batch_invariant, stream);
     };
@@ -622,12 +619,6 @@ void Engine::run_blocks(Tensor hidden, const StepTokens& tokens, bool batch_inva
         return may ? &n : nullptr;
     };
     const bool norm_after = config.norm_after;
-    // The norm before the layer's qkv, if what makes the layer's input may begin it.
-    const auto qkv_norm = [&](int64_t l) -> const NormWeights* {
-        if (l >= layers || norm_after || config.attention_type(l) == AttentionType::GatedLinear) return nullptr;
-        const BlockWeights& w = weights.blocks[size_t(l)];
-        return begins(w.norm1, w.qkv);
-    };
     // Adds a half of the block to hidden: the linear layer's output, or its norm.
     const auto add_half = [&](Tensor inp, const LinearWeights& w, const AdapterWeights& a, const NormWeights& n,
                               const NormWeights* next) {
@@ -636,8 +627,6 @@ void Engine::run_blocks(Tensor hidden, const StepTokens& tokens, bool batch_inva
         rmsnorm_add_forward(
             {.out = hidden, .inp = unnormed.rows(0, N), .residual = hidden, .weight = n.weight, .eps = eps}, stream);
     };
-    const NormWeights* const first = qkv_norm(0);
-    norm_begun = embed(hidden, tokens.ids, tokens.positions, first ? rows(*first) : UnscaledRows{});
     for (int64_t l = 0; l < layers; l++) {
         const BlockWeights& w = weights.blocks[size_t(l)];
         if (tiles) adapters = weights.adapters[size_t(l)];
@@ -649,11 +638,13 @@ void Engine::run_blocks(Tensor hidden, const StepTokens& tokens, bool batch_inva
         } else {
             layer({qkv}, hidden, norm_after ? NormWeights{} : w.norm1, w.qkv, adapters.qkv);
         }
-        prepare_qk(l, qkv.rows(0, N), tokens.angles);
+        prepare_qk(l, qkv.rows(0, N), angles);
         attend(l);
         add_half(att, w.proj, adapters.proj, w.norm1, begins(w.norm2, w.fc));
         layer({act, config.activation}, hidden, norm_after ? NormWeights{} : w.norm2, w.fc, adapters.fc);
-        add_half(act, w.fcproj, adapters.fcproj, w.norm2, qkv_norm(l + 1));
+        const bool qkv_follows = l + 1 < layers && config.attention_type(l + 1) != AttentionType::GatedLinear;
+        const BlockWeights& after = weights.blocks[size_t(qkv_follows ? l + 1 : l)];
+        add_half(act, w.fcproj, adapters.fcproj, w.norm2, qkv_follows ? begins(after.norm1, after.qkv) : nullptr);
     }
 }
 
@@ -824,19 +815,19 @@ void Engine::run_pass(const PassInputs& in, const Tensor& last_of_pass) {
     if (forward) return forward->blocks(last_of_pass, in.finished, in.tokens, in.positions, attend);
     if (B > 0) device_copy(in.tokens.data, ids.data, size_t(ids.rows(0, B).bytes()), stream);
     const Tensor hidden = x.rows(0, N);
-    run_blocks(
-        hidden, {in.tokens, in.positions, angles}, false, in.tiles, std::min(in.layers, c.layers), [&](int64_t l) {
-            if (c.attention_type(l) != AttentionType::Softmax) {
-                return linear_attention_layer(
-                    l, N, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
-                        const LinearAttentionState end = states.layer(l, in.sequences.page_rows);
-                        linear_attention_forward(
-                            out, {}, end, h.q, h.k, h.v, g, in.has_past ? copy_states(end) : LinearAttentionState{},
-                            {in.sequences.cum_q, in.sequences.max_q}, type, attention_scratch, stream);
-                    });
-            }
-            attend(l, qkv.rows(0, N), att.rows(0, N));
-        });
+    embed(hidden, in.tokens, in.positions);
+    run_blocks(hidden, angles, false, in.tiles, std::min(in.layers, c.layers), [&](int64_t l) {
+        if (c.attention_type(l) != AttentionType::Softmax) {
+            return linear_attention_layer(
+                l, N, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
+                    const LinearAttentionState end = states.layer(l, in.sequences.page_rows);
+                    linear_attention_forward(out, {}, end, h.q, h.k, h.v, g,
+                                             in.has_past ? copy_states(end) : LinearAttentionState{},
+                                             {in.sequences.cum_q, in.sequences.max_q}, type, attention_scratch, stream);
+                });
+        }
+        attend(l, qkv.rows(0, N), att.rows(0, N));
+    });
 }
 
 // Computes the logprobs of the pass's tokens for prompts that ask for them, in chunks of rows that fit `logits_out`.
@@ -1286,11 +1277,11 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
         ::decode_step(logits_out.rows(0, B), ids.rows(0, B), step_batch, decode_model(), weights, step_scratch, stream);
         return sample(B);
     }
+    embed(hidden, ids.rows(0, B), step_batch.positions);
     const bool everywhere = step_classes & ADAPTED_EVERYWHERE;
     const std::optional<AdapterTiles> tiles =
         step_classes & ADAPTERS ? std::optional(adapter_tiles(B, everywhere)) : std::nullopt;
-    const StepTokens tokens{ids.rows(0, B), step_batch.positions, step_batch.angles};
-    run_blocks(hidden, tokens, options.batch_invariant, tiles, config.layers, [&](int64_t l) {
+    run_blocks(hidden, step_batch.angles, options.batch_invariant, tiles, config.layers, [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
                 l, B, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {

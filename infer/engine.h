@@ -342,14 +342,11 @@ class Engine {
     PromptGroups groups_of(const std::vector<Prompt>& prompts) const;
     void fork(int64_t from, const std::vector<const Prompt*>& to);
     void grow(int64_t slot, int64_t by);
-    bool embed(Tensor hidden, Tensor token_ids, Tensor token_positions, const UnscaledRows& next);
+    void embed(Tensor hidden, Tensor token_ids, Tensor token_positions);
     void norm(Tensor out, Tensor inp, const NormWeights& w);
-    struct StepTokens {
-        Tensor ids, positions, angles;  // [N] int32; angles: rows of the RoPE table
-    };
     template <typename Attend>
-    void run_blocks(Tensor hidden, const StepTokens& tokens, bool batch_invariant,
-                    const std::optional<AdapterTiles>& tiles, int64_t layers, Attend attend);
+    void run_blocks(Tensor hidden, const Tensor& angles, bool batch_invariant, const std::optional<AdapterTiles>& tiles,
+                    int64_t layers, Attend attend);
     void adapted_layer(const LinearOutput& output, Tensor inp, const NormWeights& n, const LinearWeights& w,
                        const AdapterWeights& adapters, const AdapterTiles& tiles, bool batch_invariant);
     void add_adapter(Tensor y, Tensor inp, const AdapterWeights& w);

@@ -2,14 +2,8 @@
 // without a token, ids outside the tables.
 #include "kernels/embedding.h"
 
-#include <algorithm>
-#include <cmath>
-#include <numeric>
-
 #include "dev/oracle/reference.h"
 #include "dev/tests/test_util.h"
-#include "kernels/generation/embedding_unscaled.h"
-#include "runtime/device/convert_dtype.h"
 
 namespace {
 
@@ -120,61 +114,6 @@ TEST(EmbeddingArguments, IdsOutsideTheTableGiveZeros) {
         EXPECT_EQ(dwte.fetch()[size_t(i)], i / 4 == 9 ? dout.data()[8 + i % 4] : 0) << i;
         EXPECT_EQ(dwpe.fetch()[size_t(i)], i / 4 == 2 ? dout.data()[i % 4] : 0) << i;
     }
-}
-
-// The embedding's bits, and what the norm behind it needs: rows times its weight, and mean and M2 of each part of a
-// row. These are sums of 64 numbers around 1 in fp32, so that no more than 7·2⁻²⁴ of Σ|x| is lost in the mean; M2 loses
-// as much of Σ(x − mean)² and, by the error of the mean, far less.
-TEST(EmbeddingUnscaled, MakesWhatTheNormNeeds) {
-    struct Case {
-        int64_t N, C;
-        bool positions, centred;
-    };
-    const DType T = DType::BF16;
-    for (const auto& [N, C, positions, centred] :
-         {Case{64, 768, true, true}, {1, 72, false, false}, {33, 2048, false, false}, {17, 130, true, true}}) {
-        SCOPED_TRACE(str("N ", N, " C ", C, " centred ", centred));
-        const int64_t V = 50, P = 20, parts_of_row = unscaled_parts(C);
-        std::vector<int32_t> token_ids = random_ids(N, V, 1);
-        token_ids[0] = -1;  // a row of zeros
-        const TestArray tokens = TestArray::ints(token_ids, {N}), at = TestArray::ints(random_ids(N, P, 2), {N});
-        const TestArray wte = TestArray::random(T, {V, C}, 3, 1, 1), wpe = TestArray::random(T, {P, C}, 4);
-        const TestArray weight = TestArray::random({C}, 5), expected = TestArray::poisoned(T, {N, C});
-        const TestArray out = TestArray::poisoned(T, {N, C}), rows = TestArray::poisoned(T, {N, C}),
-                        parts = TestArray::poisoned({parts_of_row, UNSCALED_MAX_ROWS, 2});
-        const UnscaledRows next{rows, parts, InputNorm{weight, {}, 1e-5f, centred}};
-        const Tensor table = positions ? wpe.tensor() : Tensor{};
-        ASSERT_TRUE(embedding_unscaled(out, next, tokens, at, wte, table, Stream{}));
-        embedding_forward(expected, tokens, at, wte, table, Stream{});
-        const std::vector<double> x = out.fetch(), scaled = rows.fetch(), statistics = parts.fetch();
-        expect_same_bits("out", expected.fetch(), x);
-        for (int64_t i = 0; i < N * C; i++)
-            ASSERT_EQ(scaled[size_t(i)], to_float(to_bf16(float(x[size_t(i)]) * float(weight.data()[i % C])))) << i;
-        for (int64_t n = 0; n < N; n++)
-            for (int64_t part = 0; part < parts_of_row; part++) {
-                const int64_t first = part * UNSCALED_COLUMNS, last = std::min(C, first + UNSCALED_COLUMNS);
-                const auto begin = x.begin() + n * C + first, end = x.begin() + n * C + last;
-                const auto sum = [&](auto f) {
-                    return std::accumulate(begin, end, 0.0, [&](double total, double v) { return total + f(v); });
-                };
-                const double mean = centred ? sum([](double v) { return v; }) / double(last - first) : 0;
-                const double m2 = sum([&](double v) { return (v - mean) * (v - mean); });
-                const double* const got = &statistics[size_t(2 * (part * UNSCALED_MAX_ROWS + n))];
-                const double magnitude = sum([](double v) { return std::abs(v); }) / double(last - first);
-                EXPECT_NEAR(got[0], mean, 7 * std::ldexp(1, -24) * magnitude) << n << " " << part;
-                EXPECT_NEAR(got[1], m2, 16 * std::ldexp(1, -24) * m2) << n << " " << part;
-            }
-    }
-    const TestArray many = TestArray::poisoned(T, {65, 64}), odd = TestArray::poisoned(T, {2, 63});
-    const TestArray ids = TestArray::ints(random_ids(65, 9, 1), {65}), table = TestArray::random(T, {9, 64}, 2);
-    const TestArray parts = TestArray::poisoned({1, UNSCALED_MAX_ROWS, 2}), weight = TestArray::random({64}, 3);
-    const UnscaledRows of_many{many, parts, InputNorm{weight, {}}},
-        of_odd{odd, parts, InputNorm{weight.tensor().rows(0, 63), {}}};
-    EXPECT_FALSE(embedding_unscaled(many, of_many, ids, {}, table, {}, Stream{}));
-    EXPECT_FALSE(
-        embedding_unscaled(odd, of_odd, ids.tensor().rows(0, 2), {}, table.tensor().columns(0, 63), {}, Stream{}));
-    expect_error([&] { embedding_unscaled(many, of_many, ids, {}, odd, {}, Stream{}); },
-                 "embedding_unscaled: wte is bf16 [2, 63], expected bf16 [2, 64]");
 }
 #else
 TEST(EmbeddingArguments, IdsOutsideTheTableAreErrorsAndWriteNothing) {
