@@ -71,8 +71,7 @@ struct Model {
     // ZeRO stage 3 and streamed weights, else empty and null: the buffers of groups (a base in NF4 or fp8 has its own).
     GroupBuffers buffers;
     std::unique_ptr<WeightGatherer> gatherer;
-    std::vector<Event>
-        arrivals;  // by group: the all-gather after its update has ended (stages 1 and 2); empty: none is
+    std::vector<Event> arrivals;  // by group: its all-gather after the update has ended; empty: there is none
     // LoRA: the adapters, which alone are trained, as a model of its own; whole on every rank in all stages. Else null.
     std::unique_ptr<LoraTable> lora;
     std::unique_ptr<Model> adapters;

@@ -194,7 +194,10 @@ class PlanTest(unittest.TestCase):
         added = json.loads(plan(arguments, "--json", "--grad-dtype", "bf16", "--grad-rounding", "nearest"))
         self.assertEqual(added["bytes"]["gradients"], half["bytes"]["gradients"])
         self.assertAlmostEqual(added["bytes"]["gradients in progress"] / (4 * hidden * vocab), 1, delta=0.001)
-        for given, message in (("--dtype fp32", "not of fp32; add --dtype bf16"), ("--dtype bf16 --world 2", "2 ranks add up")):
+        # Several ranks add up one group at a time in fp32.
+        ranks = json.loads(plan(arguments, "--json", "--grad-dtype", "bf16", "--grad-rounding", "nearest", "--world", "2", "--zero-stage", 1))
+        self.assertAlmostEqual(ranks["bytes"]["gradients in progress"] / (4 * 2 * hidden * vocab), 1, delta=0.001)
+        for given, message in (("--dtype fp32", "not of fp32; add --dtype bf16"), ("--dtype bf16 --world 2 --zero-stage 2", "2 ranks add up")):
             refused = run("plan", "--model", "llama-8B", "--gpu-memory", "80GiB", "--grad-dtype", "bf16", "--grad-rounding", "nearest",
                           *given.split())
             self.assertEqual((refused.returncode, refused.stderr.count("\n")), (2, 1))
