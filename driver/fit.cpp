@@ -78,7 +78,7 @@ std::optional<Applied> apply(const FitStep& step, int64_t layers, int64_t world,
     }
     for (int i = 0; i < step.state; i++)
         if (!given[i]) applied.changes += FIT_STATE[i];
-    const bool whole_gradients = world == 1 || o.sharding.zero_stage < 2;
+    const bool whole_gradients = !Sharding{o.sharding.zero_stage, 0, world}.splits_gradients();
     if (step.state > 2 && whole_gradients && target.device == Device::CUDA && o.model.type() == DType::BF16) {
         o.grad_rounding = "nearest";  // faster, and less memory
         applied.changes += " --grad-rounding nearest";

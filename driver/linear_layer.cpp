@@ -32,7 +32,7 @@ LowRank forward_low_rank(const Block& b, Role role, Tensor inp) {
 // bias as well.
 void fp8_forward_with_adapters(const Block& b, Role role, Tensor out, Tensor inp) {
     const LinearWeights& w = weights_of(b, role);
-    const bool writes = w.lora.a && w.lora.b.shape[0] == out.shape[1] && !w.bias;
+    const bool writes = w.lora.a && covers(w.lora, out.shape[1]) && !w.bias;
     const LowRank low_rank = w.lora.a ? forward_low_rank(b, role, inp) : LowRank{};
     const auto add_adapters = [&] {
         const Range range(b.p.ctx.profiler, "lora");
@@ -116,15 +116,12 @@ LowRankGradient lora_backward(const Block& b, Role role, Tensor dout, Tensor inp
     const Tensor da = adapters.gradient(grads, lora_a(role), b.l), db = adapters.gradient(grads, lora_b(role), b.l);
     const Tensor dlow_rank = b.p.acts.dlow_rank.rows(0, inp.shape[0]).columns(0, lora.a.shape[0]);
     const int64_t R = lora.b.shape[1];
-    int64_t column = 0, row = 0;  // of h, of B
-    for (const LoraPart& part : *lora.parts) {
+    for_each_part(lora, [&](const LoraPart& part, int64_t row, int64_t column) {
         const Tensor d = dout.columns(part.row, part.row + part.rows), h = low_rank.columns(column, column + R);
         matmul_backward_weight(db.rows(row, row + part.rows), {}, d, h, accumulate, stream);
         matmul(dlow_rank.columns(column, column + R), d, lora.b.rows(row, row + part.rows), false, false, false, stream,
                lora.scale);
-        column += R;
-        row += part.rows;
-    }
+    });
     matmul_backward_weight(da, {}, dlow_rank, inp, accumulate, stream);
     return {dlow_rank, lora.a};
 }

@@ -142,7 +142,7 @@ void check_grad_rounding(const RunOptions& o, int64_t world, Device device) {
     if (o.grad_rounding == "stochastic") return;
     if (o.grad_dtype != "bf16")
         throw UsageError("--grad-rounding nearest: gradients in fp32 are not rounded; add --grad-dtype bf16");
-    if (world > 1 && o.sharding.zero_stage > 1)
+    if (Sharding{o.sharding.zero_stage, 0, world}.splits_gradients())
         throw UsageError(str("--grad-rounding nearest: in --zero-stage ", o.sharding.zero_stage, " the ", world,
                              " ranks add up the gradients of each micro-step outside the matmuls; leave it out or take "
                              "--zero-stage 1"));

@@ -14,13 +14,11 @@ void block_diagonal(Tensor out, const LoraWeights& adapters, Stream) {
                   part_bytes = adapters.b.shape[1] * size;
     char* const to = static_cast<char*>(out.data);
     std::fill_n(to, out.shape[0] * row_bytes, char(0));
-    int64_t row = 0, column = 0;
-    for (const LoraPart& part : *adapters.parts) {
-        for (int64_t i = 0; i < part.rows; i++, row++)
-            std::copy_n(static_cast<const char*>(adapters.b.data) + row * row_stride(adapters.b) * size, part_bytes,
-                        to + (part.row + i) * row_bytes + column);
-        column += part_bytes;
-    }
+    for_each_part(adapters, [&](const LoraPart& part, int64_t row, int64_t column) {
+        for (int64_t i = 0; i < part.rows; i++)
+            std::copy_n(static_cast<const char*>(adapters.b.data) + (row + i) * row_stride(adapters.b) * size,
+                        part_bytes, to + (part.row + i) * row_bytes + column * size);
+    });
 }
 
 void matmul_low_rank_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, const LowRank& low_rank,

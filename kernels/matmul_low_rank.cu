@@ -2,6 +2,8 @@
 // of their own (matmul_low_rank_apart.h).
 #include "kernels/matmul_low_rank.h"
 
+#include <algorithm>
+
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/linear_gemm.h"
 #include "kernels/matmul_low_rank_apart.h"

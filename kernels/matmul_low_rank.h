@@ -20,8 +20,13 @@
 struct LowRank {
     Tensor h;              // [N, P·R]
     LoraWeights adapters;  // b [the parts' rows, R]; a and scale are not read
-    Tensor scratch;        // U8 [matmul_low_rank_scratch()], or null: B becomes a matrix of all of out nowhere
+    Tensor scratch;        // U8 [matmul_low_rank_scratch()]; null: several parts are always multiplied apart
 };
+
+// Whether adapters change all OC rows of a weight: their parts do not overlap.
+inline bool covers(const LoraWeights& adapters, int64_t OC) {
+    return adapters.b.shape[0] == OC;
+}
 
 // Bytes for a layer of OC outputs, whose adapters have ranks = P·R together: its block_diagonal(); 0 where none is
 // used.

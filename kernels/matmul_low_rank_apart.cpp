@@ -7,17 +7,14 @@ void matmul_low_rank(Tensor out, const LowRank& low_rank, bool accumulate, Strea
     check_low_rank("matmul_low_rank", low_rank, out);
     const LoraWeights& adapters = low_rank.adapters;
     const int64_t R = adapters.b.shape[1];
-    int64_t column = 0, row = 0;
-    for (const LoraPart& part : *adapters.parts) {
+    for_each_part(adapters, [&](const LoraPart& part, int64_t row, int64_t column) {
         const Tensor to = out.columns(part.row, part.row + part.rows), h = low_rank.h.columns(column, column + R),
                      b = adapters.b.rows(row, row + part.rows);
         if (accumulate)
             matmul_forward_add(to, h, b, {}, to, stream);
         else
             matmul_forward(to, h, b, {}, stream);
-        column += R;
-        row += part.rows;
-    }
+    });
 }
 
 namespace low_rank_apart {

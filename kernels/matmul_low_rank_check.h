@@ -4,11 +4,6 @@
 #include "kernels/check.h"
 #include "kernels/matmul_low_rank.h"
 
-// Whether adapters change every row of a weight: their parts do not overlap.
-inline bool covers(const LoraWeights& adapters, int64_t OC) {
-    return adapters.b.shape[0] == OC;
-}
-
 // Checks the adapters of a layer of OC outputs, and returns P·R.
 inline int64_t check_adapters(const char* op, const LoraWeights& adapters, int64_t OC, DType dtype) {
     require(adapters.parts, op, ": the adapters have no parts");

@@ -21,6 +21,16 @@ struct LoraWeights {
     const std::vector<LoraPart>* parts = nullptr;
     float scale = 0;
 };
+// Calls f(part, the first of its rows of b, the first of its rows of a) for each part.
+template <typename F>
+void for_each_part(const LoraWeights& lora, F f) {
+    int64_t b = 0, a = 0;
+    for (const LoraPart& part : *lora.parts) {
+        f(part, b, a);
+        b += part.rows;
+        a += lora.b.shape[1];
+    }
+}
 
 // A weight as a linear layer sees it: in T or packed, with what is added to it.
 struct LinearWeights {
