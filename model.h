@@ -16,6 +16,7 @@
 #include "driver/angle_rows.h"
 #include "driver/block_inputs.h"
 #include "driver/fp8_base.h"
+#include "driver/fp8_shards.h"
 #include "driver/fp8_state.h"
 #include "driver/nf4_base.h"
 #include "driver/options.h"
@@ -77,7 +78,8 @@ struct Model {
     std::unique_ptr<Model> adapters;
     // QLoRA: the weights of the blocks' linear layers, which the arenas then do not hold. Else null.
     std::unique_ptr<Nf4Base> nf4;
-    std::unique_ptr<Fp8Base> fp8;  // likewise, adapters beside fp8 matmuls
+    std::unique_ptr<Fp8Base> fp8;       // likewise, adapters beside fp8 matmuls
+    std::unique_ptr<Fp8Shards> shards;  // trained in fp8, ZeRO stage 3: the weights of the same, as codes as well
     const FrozenMemory* frozen() const { return nf4 ? &nf4->memory : fp8 ? &fp8->memory : nullptr; }
     std::unique_ptr<PackedWeights> packed;  // matrices in 8 or 4 bits, likewise
     std::vector<int64_t> starts;            // ParamArena::starts of the arena of all other weights; empty: of all
@@ -349,8 +351,6 @@ int64_t update_workspace_bytes(const Model& model, int64_t round_bytes = MUON_RO
 // that mean: 1/(dloss · loss tokens).
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit = 1);
-// fp8: quantises the trained weights that are kept (driver/fp8_state.h): after they were loaded; update() does it too.
-void quantise_weights(const Context& ctx, const Model& model, const Activations& acts);
 StepScalars read_scalars(const Context& ctx, const Activations& acts);
 void write_scalars(const Context& ctx, const Activations& acts, const StepScalars& s);
 

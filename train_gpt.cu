@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <numeric>
 
+#include "driver/fp8_layer.h"
 #include "driver/linear_layer.h"
 #include "driver/norm_acts.h"
 #include "driver/sequence_loss.h"
@@ -172,6 +173,9 @@ Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p
         fp8 = std::make_unique<Fp8Base>(table, fp8_options.skip_first, config.layers - fp8_options.skip_last,
                                         fp8_options.keep_weights, p.dtype, where);
         starts = fp8->other_starts(table);
+    } else if (fp8_options.on && fp8_options.keep_weights && splits_groups()) {
+        const int64_t end = config.layers - fp8_options.skip_last;
+        shards = std::make_unique<Fp8Shards>(table, ranks, p.dtype, fp8_options.skip_first, end);
     }
     if (splits_groups() || streams_groups()) buffers = GroupBuffers(table, WeightGatherer::LAYER_BUFFERS, false);
     if (!lora_options.on()) return;
@@ -199,8 +203,9 @@ void Model::allocate(const Context& ctx) {
     arenas.fp32.origin = table.total - table.fp32_total;
     if (gathered()) {
         arenas.weights.views = buffers.views(table, buffer_memory.at(0, dtype, {gathered()}));
-        gatherer = std::make_unique<WeightGatherer>(ctx, kept_groups(table, arenas.weights, buffers),
-                                                    Offload::place(offload.weights));
+        std::vector<KeptGroup> groups = kept_groups(table, arenas.weights, buffers);
+        if (shards) shards->allocate(table, arenas, groups);
+        gatherer = std::make_unique<WeightGatherer>(ctx, std::move(groups), Offload::place(offload.weights));
     } else if (frozen() && frozen()->buffer_bytes()) {
         gatherer = std::make_unique<WeightGatherer>(ctx, frozen()->groups(table.num_groups()), frozen()->place());
     }
@@ -466,7 +471,7 @@ void forward(const Pass& pass) {
         const LayerActs& a = b.a;
         if (l == 0) {
             const Range embedding(p.ctx.profiler, "embedding");
-            const GatheredGroup weights = model.use(p.ctx, 0, model.layer_group(0));
+            const GatheredGroup weights = model.use(p.ctx, 0, p.layer_group(0));
             const NormActs e = embedding_norm(p, a.res1);
             embed(p, model.config.embedding_norm ? e.inp : a.res1);
             if (model.config.embedding_norm) norm_forward(p, EMBEDNORM_W, -1, e);
@@ -477,7 +482,7 @@ void forward(const Pass& pass) {
             norm_forward(p, NORM1_W, l, norm1(a), previous.res2, previous.fcproj);
         }
         const GatheredGroup weights =
-            model.use(p.ctx, model.layer_group(l), l + 1 < L ? model.layer_group(l + 1) : model.head_group());
+            model.use(p.ctx, p.layer_group(l), l + 1 < L ? p.layer_group(l + 1) : model.head_group());
         if (acts.in_host_memory(l)) acts.host_inputs->store(l, a.res1);
         block_forward(b);
         const Tensor next = l + 1 < L ? first_rows(acts.forward[size_t(l + 1)].res1, p.in.n) : last.inp;
@@ -846,7 +851,7 @@ void backward(const Pass& p, float dloss, bool first_micro, bool last_micro) {
     const Tensor dbias_before = norm_after ? Tensor{} : p.grad(FCPROJ_B, last).t;
     norm_backward(p, NORMF_W, -1, final_norm(p), {over(dx), acts.dnormf.rows(0, n), dbias_before});
     for (int64_t l = last; l >= 0; l--) {
-        const GatheredGroup weights = model.use(p.ctx, model.layer_group(l), l ? model.layer_group(l - 1) : -1);
+        const GatheredGroup weights = model.use(p.ctx, p.layer_group(l), l ? p.layer_group(l - 1) : -1);
         if (acts.in_host_memory(l)) acts.host_inputs->wait();
         if (l && acts.in_host_memory(l - 1))
             acts.host_inputs->fetch(l - 1, acts.backward[static_cast<size_t>(l - 1)].res1.rows(0, n));
@@ -933,14 +938,6 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
     if (model.adapters || acts.shape.rollout || (acts.fp8 && acts.shape.fp8.whole_weights)) trained.await_weights(ctx);
     if (acts.fp8) acts.fp8->update(ctx);
     quantise_weights(ctx, model, acts);
-}
-
-void quantise_weights(const Context& ctx, const Model& model, const Activations& acts) {
-    if (!acts.fp8 || !acts.shape.fp8.whole_weights || acts.shape.fp8.frozen) return;
-    const Range range(ctx.profiler, "quantise");
-    for (int64_t l = 0; l < model.config.layers; l++)
-        for (const Role role : LINEAR_LAYERS)
-            if (acts.uses_fp8(l)) acts.fp8->update_weight(role, l, model.weight(role, l), ctx.stream);
 }
 
 StepScalars read_scalars(const Context& ctx, const Activations& acts) {

@@ -65,3 +65,13 @@ void fp8_input_gradient(const Block& b, Role role, Into dinp) {
     matmul_fp8(dinp.t, acts.fp8->matrix(Fp8Operand::Gradient, role, b.l, rows), weight_matrix(b, role, true), {},
                dinp.add, false, acts.forward_scratch, b.p.stream());
 }
+
+void quantise_weights(const Context& ctx, const Model& model, const Activations& acts) {
+    const Fp8Options& options = acts.shape.fp8;
+    if (!acts.fp8 || options.frozen || !(options.whole_weights || model.shards)) return;
+    const Range range(ctx.profiler, "quantise");
+    if (model.shards) return model.shards->quantise(ctx, model.table, model.arenas);
+    for (int64_t l = 0; l < model.config.layers; l++)
+        for (const Role role : LINEAR_LAYERS)
+            if (acts.uses_fp8(l)) acts.fp8->update_weight(role, l, model.weight(role, l), ctx.stream);
+}

@@ -28,3 +28,7 @@ void quantise_gradient(const Block& b, Role role, const Fp8Producer& produce);
 // After that: dweight = doutᵀ·inp into the gradient of the weight, with the columns of inp; dinp (+)= dout·weight.
 void fp8_weight_gradient(const Block& b, Role role, Tensor inp_t);
 void fp8_input_gradient(const Block& b, Role role, Into dinp);
+
+// Quantises the trained weights that are kept (driver/fp8_state.h, fp8_shards.h): after they were loaded; update() does
+// it too. All ranks call it.
+void quantise_weights(const Context& ctx, const Model& model, const Activations& acts);

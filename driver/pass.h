@@ -36,6 +36,10 @@ struct Pass {
     bool adapters = true;  // false: a forward pass of the model without its adapters
 
     Stream stream() const { return ctx.stream; }
+    // The group that holds a layer's weights as this pass reads them (Model::use).
+    int layer_group(int64_t l) const {
+        return model.shards && acts.uses_fp8(l) ? model.shards->group(l) : Model::layer_group(l);
+    }
     // The gradient of a parameter: the first micro-step of a step writes over it, the others add to it. Null where the
     // model has no such parameter, or it is frozen.
     Into grad(Role role, int64_t layer = -1) const {

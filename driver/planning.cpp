@@ -35,6 +35,7 @@ MemoryPlan memory_plan(const Model& model, const Target& target) {
     plan.add("gathered weights", model.gathered() * size + (frozen ? frozen->buffer_bytes() : 0));
     plan.add("master weights", model.master() * 4, Offload::place(model.offload.master));
     plan.add("fp32 weights", model.fp32() * 4);
+    if (model.shards) plan.add("fp8 weights", model.shards->bytes());
     if (frozen) plan.add(model.nf4 ? "NF4 weights" : "fp8 weights", frozen->bytes(), frozen->place());
     if (model.packed) plan.add(str(packing_name(model.packed->packings.blocks), " weights"), model.packed->bytes());
     if (model.adapters) plan.add("adapters", model.adapters->bytes());

@@ -10,6 +10,7 @@
 
 #include "driver/evaluation.h"
 #include "driver/fit.h"
+#include "driver/fp8_layer.h"
 #include "driver/frozen_weights.h"
 #include "driver/inference.h"
 #include "driver/matmul_cache.h"

@@ -11,6 +11,7 @@
 
 #include "dev/tests/batches.h"
 #include "dev/tests/vectors.h"
+#include "driver/fp8_layer.h"
 #include "driver/inference.h"
 #include "driver/pass.h"
 #include "model.h"

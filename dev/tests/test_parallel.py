@@ -264,6 +264,31 @@ class ParallelTest(unittest.TestCase):
         resumed = self.resumed(runs[1], 2, "fp8", "--zero-stage", 3, last=20)
         self.expect_same_bits([runs[1], resumed], "fp8 resumed in another stage", last=20)
 
+    def test_gathered_fp8_codes_give_the_bits_of_gathered_weights(self):
+        """Stage 3 gathers codes, or weights that it quantises at each use: scales are of the largest weights of all ranks. Biases
+        and decay gates, which have no codes; layers in the model's dtype between the others; samples, which read weights."""
+        fp8 = ["--zero-stage", 3, "--matmul-dtype", "fp8", "--batch-size", 1, *(["--dtype", "bf16"] if CUDA else [])]
+        for model, ranks, *kinds in (("gpt2-tiny", COUNTS[-1], "--recompute", "block"),
+                                     ("llama-tiny", 2, "--kv-heads", 2, "--attention", "LGS", "--fp8-skip-first", 1),
+                                     ("llama-tiny", 2, "--kv-heads", 2, "--fp8-skip-last", 1, "--bias", "yes",
+                                      "--optimizer", "muon", "--recompute", "norms")):
+            jobs = [(ranks, *fp8, *kinds, "--fp8-weights", weights) for weights in ("auto", "kept", "use")]
+            *kept, used = self.train_all(*jobs, model=model)
+            self.expect_same_bits([*kept, used], f"{model} {kinds} on {ranks} ranks")
+            self.assertEqual([line.get("loss") for line in log(kept[0])], [line.get("loss") for line in log(used)])
+        texts, sent = [], []
+        for weights in ("kept", "use"):
+            args = [*fp8, "--fp8-skip-last", 1, "--steps", 2, "--sample-every", 1, "--save-every", 0, "--profile", 2]
+            done = run(2, *self.args(f"codes_{weights}", "gpt2-tiny", 2, *args, "--fp8-weights", weights))
+            self.assertEqual(done.returncode, 0, done.stderr)
+            texts.append([line for line in done.stderr.splitlines() if "sample:" in line])
+            sent.append({line.split(",")[0][4:] for line in done.stderr.splitlines() if line.startswith("  | all_gather of")})
+        self.assertEqual(texts[0], texts[1])
+        self.assertEqual(len(texts[0]), 2)
+        codes = {f"all_gather of {what}" for what in ("codes of layer 0", "codes of layer 1", "layer 2")}
+        self.assertEqual({what for what in sent[0] if "layer" in what}, codes)
+        self.assertEqual({what for what in sent[1] if "layer" in what}, {what.replace("codes of ", "") for what in codes})
+
     def test_muon_resumes_with_any_number_of_ranks_and_any_stage(self):
         args = ["--optimizer", "muon", "--lr", 5e-3, "--kv-heads", 2]
         parted, = self.train_all((2, *args, "--zero-stage", 2), model="llama-tiny")

@@ -209,7 +209,8 @@ int64_t second_moment_size(const ParamTable& table, int64_t parts) {
 }
 
 Tensor WeightArenas::tensor(const Param& p) const {
-    return p.fp32 ? exact(p).tensor(p) : weights.tensor(p);
+    if (p.fp32) return exact(p).tensor(p);
+    return replicated && replicated.holds(p) ? replicated.tensor(p) : weights.tensor(p);
 }
 
 const ParamArena& WeightArenas::exact(const Param& p) const {
