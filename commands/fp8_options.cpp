@@ -32,7 +32,7 @@ std::vector<CLI::Option*> add_fp8_options(CLI::App& app, Fp8Options& o) {
                "kept: weights are quantised once a step and take 2 more bytes each, with --zero-stage 3 1 more, "
                "divided over the ranks, which gather the codes; use: they are quantised at each use. Of a frozen "
                "model: 2 bytes a weight in all; or 1, which --zero-stage 3 divides over the ranks, and weights are "
-               "transposed at each use. auto: kept, but a frozen model that does not fit so: use")
+               "transposed at each use. auto: kept where that fits, else use")
             ->check(CLI::IsMember({"auto", "kept", "use"}))
             ->default_str("auto"),
         app.add_option("--fp8-skip-first", o.skip_first, "number of first layers whose matmuls stay in --dtype")

@@ -165,7 +165,7 @@ FitReport find_fit(RunOptions& o, int64_t layers, int64_t world, const Target& t
 }
 
 void choose_fp8_weights(RunOptions& o, int64_t available, const std::function<int64_t(const RunOptions&)>& bytes) {
-    if (!o.fp8.on || !o.lora.on() || !o.fp8.auto_weights) return;
+    if (!o.fp8.on || !o.fp8.auto_weights) return;
     o.fp8.keep_weights = true;
     o.fp8.keep_weights = bytes(o) <= available;
 }

@@ -33,6 +33,7 @@ FitReport find_fit(RunOptions& options, int64_t layers, int64_t world, const Tar
                    const std::function<int64_t(const RunOptions&)>& bytes,
                    const std::function<std::string(const RunOptions&)>& lacks_host = {});
 
-// --fp8-weights auto of a frozen base (driver/fp8_base.h): both orientations if the run then fits into `available`
-// bytes, else one. Other options stay as they are. find_fit() asks it for all options that it tries.
+// --fp8-weights auto: codes are kept (driver/fp8_state.h, fp8_shards.h), of a frozen base (driver/fp8_base.h) in both
+// orientations, if the run then fits into `available` bytes; else not, or in one. Other options stay as they are.
+// find_fit() asks it for all options that it tries.
 void choose_fp8_weights(RunOptions& options, int64_t available, const std::function<int64_t(const RunOptions&)>& bytes);

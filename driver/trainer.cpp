@@ -65,8 +65,7 @@ int64_t available_on_all(const RunOptions& options, const Context& ctx) {
 // With the options that depend on the memory that is free.
 TrainSetup with_chosen_options(TrainSetup setup, const Context& ctx) {
     const TrainOptions& o = setup.o;
-    if (o.fp8.on && o.lora.on())
-        choose_fp8_weights(setup.o, available_on_all(o, ctx), planned_bytes_of(setup.source.config, ctx));
+    if (o.fp8.on) choose_fp8_weights(setup.o, available_on_all(o, ctx), planned_bytes_of(setup.source.config, ctx));
     return setup;
 }
 

@@ -108,6 +108,30 @@ class Fp8RunsTest(TrainingTest):
                          [0, 2 * blocks, 0, blocks, (blocks + biases) // 2 + biases * element + 3 * 256, 0])
         self.assertGreater(used["activations"], kept["activations"])
 
+    def test_weights_are_kept_where_that_fits(self):
+        """--fp8-weights auto; --fit prefers it to recomputation."""
+        def planned(*args):
+            done = run("plan", "--model", "llama-1B", "--dtype", "bf16", "--seq-len", 1024, "--batch-size", 8, *self.FP8, "--json",
+                       "--gpu", "H100 80GB HBM3", *args)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return json.loads(done.stdout)["bytes"]
+        kept, used = planned("--fp8-weights", "kept"), planned("--fp8-weights", "use")
+        for args, expected in (([], kept), (["--gpu-memory", "31GiB"], used), (["--gpu-memory", "31GiB", "--fit"], used),
+                               (["--gpu-memory", "31GiB", "--fp8-weights", "kept"], kept)):
+            self.assertEqual(planned(*args), expected, args)
+        if not cuda() or self.fp8_unavailable():  # --gpu-memory is a limit of a GPU
+            return
+        # A run chooses as plan does.
+        args = ["--model", "gpt2-tiny", "--batch-size", 1, "--channels", 256, "--layers", 8, *self.FP8, *self.fp8_dtype()]
+        done = run("plan", "--seq-len", 32, *args, "--fp8-weights", "use", "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        args += ["--steps", 1, "--gpu-memory", f"{json.loads(done.stdout)['total_bytes'] / 1e6 + 1}MB"]
+        kept = run(*self.train_args("fp8_kept", *args, "--fp8-weights", "kept"))
+        self.assertIn("--gpu-memory", kept.stderr)
+        self.assertNotEqual(kept.returncode, 0)
+        done = run(*self.train_args("fp8_auto", *args))
+        self.assertEqual(done.returncode, 0, done.stderr)
+
 
 if __name__ == "__main__":
     unittest.main()
