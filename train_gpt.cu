@@ -204,7 +204,7 @@ void Model::allocate(const Context& ctx) {
     if (gathered()) {
         arenas.weights.views = buffers.views(table, buffer_memory.at(0, dtype, {gathered()}));
         std::vector<KeptGroup> groups = kept_groups(table, arenas.weights, buffers);
-        if (shards) shards->allocate(table, arenas, groups);
+        if (shards) shards->allocate(ctx, table, arenas, groups);
         gatherer = std::make_unique<WeightGatherer>(ctx, std::move(groups), Offload::place(offload.weights));
     } else if (frozen() && frozen()->buffer_bytes()) {
         gatherer = std::make_unique<WeightGatherer>(ctx, frozen()->groups(table.num_groups()), frozen()->place());

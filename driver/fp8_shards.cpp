@@ -42,9 +42,10 @@ Tensor Fp8Shards::at(Entry entry) const {
     return memory.at(e.offset, e.dtype, e.shape);
 }
 
-void Fp8Shards::allocate(const ParamTable& table, WeightArenas& arenas, std::vector<KeptGroup>& groups) {
+void Fp8Shards::allocate(const Context& ctx, const ParamTable& table, WeightArenas& arenas,
+                         std::vector<KeptGroup>& groups) {
     memory = Arena(bytes(), "fp8 weights");
-    device_fill(memory.at(0, DType::U8, {bytes()}).data, 0, size_t(bytes()), Stream{});
+    device_fill(memory.at(0, DType::U8, {bytes()}).data, 0, size_t(bytes()), ctx.stream);
     codes.data = at(CODES);
     if (starts.back()) {
         arenas.replicated = at(REPLICATED);

@@ -25,7 +25,7 @@ class Fp8Shards {
     int64_t bytes() const { return plan.bytes(); }
 
     // groups, of the weights, gets those of the codes appended; arenas.replicated is set.
-    void allocate(const ParamTable& table, WeightArenas& arenas, std::vector<KeptGroup>& groups);
+    void allocate(const Context& ctx, const ParamTable& table, WeightArenas& arenas, std::vector<KeptGroup>& groups);
     int group(int64_t l) const { return weight_groups + 1 + int(l); }  // of a layer's codes, for the gatherer
     const Fp8Weight* find(const Param& p) const;                       // null: it has no codes
 
