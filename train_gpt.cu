@@ -924,19 +924,26 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
     ctx.comm->all_gather(acts.sums, acts.sums.rows(ctx.rank, ctx.rank + 1), ctx.stream);
     step_control(acts.scalars, acts.sums, scale, grad_unit, ctx.stream);
     optimizer.muon.update(ctx, slices, acts.update_workspace, acts.scalars);
-    for (size_t i = 0; i < slices.size(); i++) {
-        const UpdateSlice& p = slices[i ? i - 1 : slices.size() - 1];
-        update_elements(p, optimizer.options, acts.scalars, ctx.stream);
-        if (!p.gathered) continue;
+    const auto gather = [&](const UpdateSlice& p) {
+        if (!p.gathered) return;
         Event& arrival = trained.arrivals[size_t(p.first_group)];
         arrival.record(ctx.stream);
         arrival.make_wait(ctx.side);
         const Range gathering(ctx.profiler, "all_gather of updated weights", ctx.side);
         ctx.comm->all_gather(p.gathered, trained.sharding.own(p.gathered), ctx.side);
         arrival.record(ctx.side);
+    };
+    const auto slice = [&](size_t i) -> const UpdateSlice& { return slices[i ? i - 1 : slices.size() - 1]; };
+    for (size_t i = 0; i < slices.size(); i++) {
+        update_elements(slice(i), optimizer.options, acts.scalars, ctx.stream);
+        if (!acts.fp8) gather(slice(i));
     }
-    if (model.adapters || acts.shape.rollout || (acts.fp8 && acts.shape.fp8.whole_weights)) trained.await_weights(ctx);
-    if (acts.fp8) acts.fp8->update(ctx);
+    if (acts.fp8) {  // scales first: NCCL finishes collectives in the order of the calls, on any stream
+        acts.fp8->update(ctx);
+        scale_weights(ctx, model, acts);
+        for (size_t i = 0; i < slices.size(); i++) gather(slice(i));
+    }
+    if (model.adapters || acts.shape.rollout) trained.await_weights(ctx);
     quantise_weights(ctx, model, acts);
 }
 

@@ -13,7 +13,11 @@ Fp8Matrix weight_matrix(const Block& b, Role role, bool transposed) {
     const LinearWeights& w = weights_of(b, role);
     const Activations& acts = b.p.acts;
     if (w.fp8) return w.fp8->matrix(transposed, acts.fp8_weight, b.p.stream());
-    if (!w.nf4) return acts.fp8->weight(role, b.l, transposed, w.weight, acts.fp8_weight, b.p.stream());
+    if (!w.nf4) {
+        const Model& model = b.p.model;
+        const Tensor from = model.shards ? model.shards->rows(*model.table.find(role, int(b.l))) : w.weight;
+        return acts.fp8->weight(role, b.l, transposed, from, acts.fp8_weight, b.p.stream());
+    }
     const Range range(b.p.ctx.profiler, "dequantise");
     return {nf4_to_fp8(acts.fp8_weight, *w.nf4, transposed, b.p.stream()), Fp8Format::E4M3, w.nf4->fp8_scale};
 }
@@ -66,12 +70,23 @@ void fp8_input_gradient(const Block& b, Role role, Into dinp) {
                dinp.add, false, acts.forward_scratch, b.p.stream());
 }
 
+void scale_weights(const Context& ctx, const Model& model, const Activations& acts) {
+    if (!acts.fp8 || acts.shape.fp8.frozen) return;
+    const Range range(ctx.profiler, "scale weights");
+    const ParamArena& weights = model.arenas.weights;
+    acts.fp8->scale_weights(ctx, [&](Role role, int64_t l) {
+        const Param& p = *model.table.find(role, int(l));
+        const ParamArena::Span own = owned_span(p, model.sharding.rank, model.sharding.world);
+        return own.count ? weights.elements(weights.span(p, own.begin, own.count)) : Tensor{};
+    });
+}
+
 void quantise_weights(const Context& ctx, const Model& model, const Activations& acts) {
-    const Fp8Options& options = acts.shape.fp8;
-    if (!acts.fp8 || options.frozen || !(options.whole_weights || model.shards)) return;
+    if (!acts.fp8 || acts.shape.fp8.frozen || !(model.shards || acts.shape.fp8.keep_weights)) return;
     const Range range(ctx.profiler, "quantise");
-    if (model.shards) return model.shards->quantise(ctx, model.table, model.arenas);
+    if (model.shards) return model.shards->quantise(ctx, model.table, model.arenas, *acts.fp8);
+    model.await_weights(ctx);
     for (int64_t l = 0; l < model.config.layers; l++)
         for (const Role role : LINEAR_LAYERS)
-            if (acts.uses_fp8(l)) acts.fp8->update_weight(role, l, model.weight(role, l), ctx.stream);
+            if (acts.uses_fp8(l)) acts.fp8->keep_weight(role, l, model.weight(role, l), ctx.stream);
 }

@@ -29,6 +29,8 @@ void quantise_gradient(const Block& b, Role role, const Fp8Producer& produce);
 void fp8_weight_gradient(const Block& b, Role role, Tensor inp_t);
 void fp8_input_gradient(const Block& b, Role role, Into dinp);
 
-// Quantises the trained weights that are kept (driver/fp8_state.h, fp8_shards.h): after they were loaded; update() does
-// it too. All ranks call it.
+// After trained weights were loaded; update() calls them, too. All ranks call both: new scales, from the weights that
+// each rank owns (Fp8State::scale_weights); then the codes that are kept, or gathered in ZeRO stage 3
+// (driver/fp8_shards.h).
+void scale_weights(const Context& ctx, const Model& model, const Activations& acts);
 void quantise_weights(const Context& ctx, const Model& model, const Activations& acts);

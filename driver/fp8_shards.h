@@ -1,17 +1,15 @@
 // The trained weights of the blocks' linear layers in fp8 in ZeRO stage 3 (docs/use/low_precision.md). After each
 // update a rank quantises its own part of every layer, and matmuls gather the codes: 1 byte a weight instead of 2, and
-// no pass over a gathered weight finds its largest magnitude and quantises it. That magnitude is the largest over all
-// ranks, so scales, codes and results are those of weights that are quantised at each use (Fp8State::weight). A matmul
-// that reads a weight transposed transposes the gathered codes.
+// no pass over a gathered weight quantises it. A matmul that reads a weight transposed transposes the gathered codes.
+// Scales are those of driver/fp8_state.h, so the bits are those of weights that are quantised at each use.
 //
 // Passes in the model's dtype (samples, for one) gather the weights themselves, into the same buffers. Biases and
 // decay gates of these layers, which have no codes, are whole on every rank.
 #pragma once
 
-#include <map>
 #include <vector>
 
-#include "driver/fp8_base.h"
+#include "driver/fp8_state.h"
 #include "parallel/sharding.h"
 #include "parallel/weight_gatherer.h"
 #include "runtime/context.h"
@@ -27,14 +25,13 @@ class Fp8Shards {
     // groups, of the weights, gets those of the codes appended; arenas.replicated is set.
     void allocate(const Context& ctx, const ParamTable& table, WeightArenas& arenas, std::vector<KeptGroup>& groups);
     int group(int64_t l) const { return weight_groups + 1 + int(l); }  // of a layer's codes, for the gatherer
-    const Fp8Weight* find(const Param& p) const;                       // null: it has no codes
+    Tensor rows(const Param& p) const { return codes.tensor(p); }      // [outputs, inputs] U8, while they are gathered
 
-    // New scales and codes, and the replicated parameters, from the weights: after they were loaded, and after each
-    // update. All ranks call it.
-    void quantise(const Context& ctx, const ParamTable& table, const WeightArenas& arenas) const;
+    // The codes, and the replicated parameters, from the weights, after Fp8State::scale_weights(). All ranks call it.
+    void quantise(const Context& ctx, const ParamTable& table, const WeightArenas& arenas, const Fp8State& fp8) const;
 
   private:
-    enum Entry { CODES, SCALES, AMAXES, NEWEST, REPLICATED };
+    enum Entry { CODES, REPLICATED };
     bool covers(const Param& p) const { return p.layer >= first_layer && p.layer < end_layer && !p.fp32; }
     Tensor at(Entry entry) const;
 
@@ -42,7 +39,6 @@ class Fp8Shards {
     const int weight_groups;
     ArenaPlan plan;
     Arena memory;
-    ParamArena codes;                      // U8, this rank's part of the layers' groups
-    std::vector<int64_t> starts;           // of the replicated parameters
-    std::map<size_t, Fp8Weight> matrices;  // by Param::index; their order is that of the scales
+    ParamArena codes;             // U8, this rank's part of the layers' groups
+    std::vector<int64_t> starts;  // of the replicated parameters
 };

@@ -55,6 +55,15 @@ Tensor element(const Tensor& t, int64_t i) {
     return make_tensor(e.data, e.dtype, e.device, {1});
 }
 
+// Elements of a weight as a matrix, which fp8_quantise() takes. Tensors and the parts of ranks begin at multiples of
+// 128 elements, and the sides of a matrix in fp8 are multiples of 16 (check_fp8).
+Tensor as_matrix(const Tensor& t) {
+    constexpr int64_t COLUMNS = 128;
+    if (!t || t.rank > 1) return t;
+    require(t.shape[0] % COLUMNS == 0, "Fp8State: ", t.shape[0], " elements are no rows of ", COLUMNS);
+    return make_tensor(t.data, t.dtype, t.device, {t.shape[0] / COLUMNS, COLUMNS});
+}
+
 }  // namespace
 
 Fp8State::Fp8State(const ModelConfig& model_config, const Fp8Options& fp8_options)
@@ -74,7 +83,7 @@ int64_t Fp8State::lay_out(const Arena* arena, int64_t world) {
     add(records, DType::I64, {2 * linear_layers, NUM_FP8_COUNTS});
     add(totals, DType::I64, {NUM_FP8_COUNTS});
     add(weight_scales, DType::F32, {linear_layers, FP8_SCALE_FLOATS});
-    add(weight_amaxes, DType::F32, {linear_layers});
+    add(weight_amaxes, DType::F32, {world, linear_layers});
     return at;
 }
 
@@ -126,39 +135,45 @@ std::pair<Tensor, Tensor> Fp8State::kept(Role role, int64_t l) const {
             weights.at(at + outputs * inputs, DType::U8, {inputs, outputs})};
 }
 
-void Fp8State::scale_weight(Role role, int64_t l, Tensor from, Stream stream) const {
-    const int64_t i = index(role, l);
-    const Fp8Record record{row(weight_scales, i), weight_amaxes.rows(i, i + 1), {}};
-    device_fill(record.amax.data, 0, sizeof(float), stream);
-    fp8_quantise({Fp8Format::E4M3, record, {}, {}}, from, stream);
-    fp8_set_scale(record, Fp8Format::E4M3, 0, stream);
+void Fp8State::scale_weights(const Context& ctx, const std::function<Tensor(Role, int64_t)>& own) const {
+    const Tensor measured = weight_amaxes.rows(ctx.rank, ctx.rank + 1);
+    device_fill(measured.data, 0, size_t(measured.bytes()), ctx.stream);
+    for (int64_t l = 0; l < config.layers; l++)
+        for (const Role role : LINEAR_LAYERS) {
+            const int64_t i = index(role, l);
+            const Fp8Record record{row(weight_scales, i), element(measured, i), {}};
+            if (!options.in_layer(l, config.layers)) continue;
+            if (const Tensor from = own(role, l))
+                fp8_quantise({Fp8Format::E4M3, record, {}, {}}, as_matrix(from), ctx.stream);
+        }
+    ctx.comm->all_gather(weight_amaxes, measured, ctx.stream);
+    // A history of one step, this one, in the place of the first rank's maxima.
+    fp8_update_scales(weight_scales, weight_amaxes.rows(0, 1), weight_amaxes, Fp8Format::E4M3, 0, ctx.stream);
 }
 
 void Fp8State::quantise_weight(Role role, int64_t l, Tensor from, Tensor rows, Tensor columns, Stream stream) const {
-    fp8_quantise({Fp8Format::E4M3, {row(weight_scales, index(role, l)), {}, {}}, rows, columns}, from, stream);
+    fp8_quantise({Fp8Format::E4M3, {row(weight_scales, index(role, l)), {}, {}}, as_matrix(rows), columns},
+                 as_matrix(from), stream);
 }
 
-void Fp8State::update_weight(Role role, int64_t l, Tensor from, Stream stream) const {
-    scale_weight(role, l, from, stream);
-    if (!options.keep_weights) return;
+void Fp8State::keep_weight(Role role, int64_t l, Tensor from, Stream stream) const {
     const auto [rows, columns] = kept(role, l);
     quantise_weight(role, l, from, rows, columns, stream);
 }
 
 Fp8Matrix Fp8State::weight(Role role, int64_t l, bool transposed, Tensor from, Tensor scratch, Stream stream) const {
     const auto [outputs, inputs] = linear_layer_sizes(config, role);
-    Tensor codes;
-    if (options.keep_weights) {
-        const auto [rows, columns] = kept(role, l);
-        codes = transposed ? columns : rows;
-    } else if (transposed) {
-        codes = make_tensor(scratch.data, DType::U8, scratch.device, {inputs, outputs});
-        quantise_weight(role, l, from, {}, codes, stream);
-    } else {
-        if (!options.whole_weights) scale_weight(role, l, from, stream);
-        codes = make_tensor(scratch.data, DType::U8, scratch.device, {outputs, inputs});
-        quantise_weight(role, l, from, codes, {}, stream);
-    }
+    const Tensor written = transposed ? make_tensor(scratch.data, DType::U8, scratch.device, {inputs, outputs})
+                                      : make_tensor(scratch.data, DType::U8, scratch.device, {outputs, inputs});
+    Tensor codes = written;
+    if (options.keep_weights)
+        codes = transposed ? kept(role, l).second : kept(role, l).first;
+    else if (from.dtype != DType::U8)
+        quantise_weight(role, l, from, transposed ? Tensor{} : written, transposed ? written : Tensor{}, stream);
+    else if (transposed)
+        fp8_transpose(written, from, stream);
+    else
+        codes = from;
     return {codes, Fp8Format::E4M3, row(weight_scales, index(role, l))};
 }
 

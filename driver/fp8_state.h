@@ -9,11 +9,13 @@
 //             of the step so far.
 //   current   from the amax of the tensor itself, which a pass before the quantisation computes.
 //
-// Frozen weights beside adapters are in driver/fp8_base.h. Trained weights are scaled by their own amax: after each
-// update, or in ZeRO stage 3 when a forward pass has gathered them. They are quantised after each update and kept, in
-// both orientations (2 bytes a weight), or quantised at each use.
+// Frozen weights beside adapters are in driver/fp8_base.h. Trained weights are scaled by their own amax after each
+// update: each rank measures the parts that it owns, so nothing waits for the weights of other ranks. They are
+// quantised then and kept, in both orientations (2 bytes a weight), or as codes that ranks gather
+// (driver/fp8_shards.h), or quantised at each use.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "driver/options.h"
@@ -68,11 +70,15 @@ class Fp8State {
         return {codes, format(operand), record_of(operand, role, l).scale};
     }
 
-    // The weight of a linear layer; the backward pass takes it transposed [inputs, outputs], after the forward pass of
-    // the same micro-step. If weights are not kept it is quantised from `from` into scratch (U8).
+    // The weight of a linear layer; the backward pass takes it transposed [inputs, outputs]. If weights are not kept,
+    // `from` is the weight, which is quantised into scratch (U8), or its codes, which are transposed there.
     Fp8Matrix weight(Role role, int64_t l, bool transposed, Tensor from, Tensor scratch, Stream stream) const;
-    // The new scale of a weight, and its codes if they are kept.
-    void update_weight(Role role, int64_t l, Tensor from, Stream stream) const;
+    // New scales of all weights. own(role, l): the elements that this rank owns, [n] with n a multiple of 128, or null;
+    // together those of all ranks are the weight. All ranks call it.
+    void scale_weights(const Context& ctx, const std::function<Tensor(Role, int64_t)>& own) const;
+    // After that: codes of a weight, or of elements of it: from and rows [n], columns null. Then those that are kept.
+    void quantise_weight(Role role, int64_t l, Tensor from, Tensor rows, Tensor columns, Stream stream) const;
+    void keep_weight(Role role, int64_t l, Tensor from, Stream stream) const;
 
     // Forgets the amaxes and the counts: before the first micro-step of a step.
     void begin_step(Stream stream) const;
@@ -103,8 +109,6 @@ class Fp8State {
     int64_t layer_weight_bytes() const;
     int64_t index(Role role, int64_t l) const;
     Fp8Record record_of(Fp8Operand operand, Role role, int64_t l) const;
-    void scale_weight(Role role, int64_t l, Tensor from, Stream stream) const;
-    void quantise_weight(Role role, int64_t l, Tensor from, Tensor rows, Tensor columns, Stream stream) const;
     std::pair<Tensor, Tensor> kept(Role role, int64_t l) const;
 
     const ModelConfig config;
@@ -113,7 +117,7 @@ class Fp8State {
     Tensor scales, amaxes, own_amaxes,
         past_amaxes;         // [2·S, FP8_SCALE_FLOATS], [ranks, 2·S], this rank's row, [FP8_HISTORY, 2·S]
     Tensor records, totals;  // [2·S, NUM_FP8_COUNTS], [NUM_FP8_COUNTS]
-    Tensor weight_scales, weight_amaxes;  // [S, FP8_SCALE_FLOATS], [S]
+    Tensor weight_scales, weight_amaxes;  // [S, FP8_SCALE_FLOATS], [ranks, S]
     int64_t steps_recorded = 0;
     bool held = false;
 };

@@ -65,11 +65,10 @@ constexpr Names<3> ACTIVATION_EPILOGUE_NAMES = {"off", "backward", "both"};
 struct Fp8Options {
     bool on = false;
     Fp8Format gradients = Fp8Format::E5M2;
-    bool delayed = true;        // scaling
-    bool keep_weights = true;   // quantised, from one update to the next; of frozen weights both orientations
-    bool auto_weights = true;   // keep_weights is for choose_fp8_weights() to say (driver/fit.h)
-    bool whole_weights = true;  // each rank has all weights between updates; not in ZeRO stage 3
-    bool frozen = false;        // adapters are trained: weights have no gradients and are never quantised again
+    bool delayed = true;       // scaling
+    bool keep_weights = true;  // quantised, from one update to the next; of frozen weights both orientations
+    bool auto_weights = true;  // keep_weights is for choose_fp8_weights() to say (driver/fit.h)
+    bool frozen = false;       // adapters are trained: weights have no gradients and are never quantised again
     int64_t skip_first = 0, skip_last = 0;
 
     bool in_layer(int64_t l, int64_t layers) const { return on && l >= skip_first && l < layers - skip_last; }

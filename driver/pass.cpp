@@ -21,9 +21,7 @@ LinearWeights linear_weights(const Model& model, Role role, int64_t l) {
     return {.weight = model.weight(role, l),
             .bias = model.weight(bias, l),
             .nf4 = model.nf4 ? model.nf4->find(p) : nullptr,
-            .fp8 = model.fp8      ? model.fp8->find(p)
-                   : model.shards ? model.shards->find(p)
-                                  : nullptr,
+            .fp8 = model.fp8 ? model.fp8->find(p) : nullptr,
             .packed = model.packed ? model.packed->find(p) : nullptr,
             .lora = lora_weights(model, role, l)};
 }

@@ -86,8 +86,7 @@ Offload offload_options(const std::string& what) {
 
 Fp8Options fp8_options(Fp8Options options, const Model& model) {
     options.frozen = model.table.frozen;
-    options.whole_weights &= !model.sharding.splits_weights();
-    options.keep_weights &= options.whole_weights && !model.nf4 && !model.offload.weights;
+    options.keep_weights &= !model.sharding.splits_weights() && !model.nf4 && !model.offload.weights;
     return options;
 }
 

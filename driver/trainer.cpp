@@ -283,6 +283,7 @@ void Trainer::start() {
     }
     if (acts.fp8 && !setup.resume.fp8_history.empty())
         acts.fp8->restore(setup.resume.fp8_history, setup.resume.fp8_steps, ctx.stream);
+    scale_weights(ctx, model, acts);
     quantise_weights(ctx, model, acts);
     write_scalars(ctx, acts, scalars);
 }

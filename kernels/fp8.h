@@ -65,7 +65,8 @@ void fp8_set_scale(const Fp8Record& record, Fp8Format format, int margin, Stream
 // dropped, and the scale is set as by fp8_set_scale from the largest value in history.
 //
 // scales [S, FP8_SCALE_FLOATS], history [H, S] fp32, the newest step first, H ≥ 1; amaxes [ranks, S] fp32. An amax that
-// is not finite leaves the record's history as it is. A record whose history is all zero gets the scale 1.
+// is not finite leaves the record's history as it is. A record whose history is all zero gets the scale 1. If H is 1,
+// history may be the first row of amaxes.
 void fp8_update_scales(Tensor scales, Tensor history, Tensor amaxes, Fp8Format format, int margin, Stream stream);
 
 // totals [NUM_FP8_COUNTS] = the sums over the records of counts [S, NUM_FP8_COUNTS] int64.

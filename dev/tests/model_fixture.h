@@ -87,6 +87,7 @@ struct Driver {
 
     // [n, V] without the padding.
     std::vector<double> logits(const Batch& batch) {
+        scale_weights(ctx, model, acts);
         quantise_weights(ctx, model, acts);
         const Input in = upload(ctx, acts, batch);
         forward({ctx, model, acts, in});
@@ -104,6 +105,7 @@ struct Driver {
         for (const Batch& b : batches)
             counted +=
                 std::count_if(b.targets.begin(), b.targets.end(), [](int32_t t) { return t != Batch::NO_TARGET; });
+        scale_weights(ctx, model, acts);
         quantise_weights(ctx, model, acts);
         if (acts.fp8) acts.fp8->begin_step(ctx.stream);
         for (size_t i = 0; i < batches.size(); i++) {

@@ -348,6 +348,14 @@ TEST(Fp8Scales, FollowTheLargestAmaxOfTheHistoryAndOfAllRanks) {
     EXPECT_EQ(history.fetch(), (std::vector<double>{2, 1, 0, 2, 2, 0, 2, 4, 0}));
 }
 
+// Of weights: the history of one step is the first rank's maxima.
+TEST(Fp8Scales, HistoryMayBeTheFirstRowOfTheMaxima) {
+    const TestArray scales = TestArray::poisoned({3, FP8_SCALE_FLOATS}),
+                    amaxes = TestArray::of({1, 6, 0, 448, 0.5, 0}, {2, 3});
+    fp8_update_scales(scales, amaxes.tensor().rows(0, 1), amaxes, Fp8Format::E4M3, 0, Stream{});
+    EXPECT_EQ(scales.fetch(), (std::vector<double>{1, 1, 0, 0, 1 / 64.0, 64, 0, 0, 1, 1, 0, 0}));
+}
+
 TEST(Fp8Scales, HistoryWithoutRowsIsAnError) {
     const TestArray scales = TestArray::poisoned({3, FP8_SCALE_FLOATS}), history = TestArray::poisoned({0, 3}),
                     amaxes = TestArray::of({1, 2, 3}, {1, 3});

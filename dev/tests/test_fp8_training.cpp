@@ -68,8 +68,6 @@ TEST_P(Fp8Variants, RecomputationAndPlansGiveTheSameBits) {
                 shape.overlap = overlap;
                 shape.fp8.keep_weights = !overlap;
                 shape.offload_inputs = overlap;
-                // Weights that are not kept have the scale of the last update, or of the forward pass.
-                shape.fp8.whole_weights = !overlap || level < Recompute::Norms;
                 EXPECT_TRUE(same_bits(two_steps(config, shape, batch), expected))
                     << "recompute level " << int(level) << " overlap " << overlap << " delayed " << delayed;
             }
