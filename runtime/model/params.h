@@ -152,8 +152,7 @@ struct WeightArenas {
     ParamArena weights;  // [total] fp32, bf16 or fp16: read by kernels
     ParamArena master;   // [total] fp32 master copy of trained 16-bit weights, else null
     ParamArena fp32;     // the last group, always whole, if weights are 16-bit or sharded; else null: it is in weights
-    ParamArena
-        replicated;  // packed: others that kernels read from here, whole on every rank of sharded weights; or null
+    ParamArena replicated;  // packed: others that are whole on every rank, where weights are sharded; or null
 
     WeightArenas() = default;
     WeightArenas(Tensor arena) : weights(arena) {}             // NOLINT: implicit on purpose
