@@ -248,6 +248,26 @@ TEST_F(Fp8Training, EvaluationDoesNotChangeTraining) {
     EXPECT_TRUE(same_bits(params[0], params[1]));
 }
 
+// Scales are of the weights as they are, not of larger ones before.
+TEST_F(Fp8Training, ScalesFollowWeightsThatShrink) {
+    std::vector<std::vector<double>> logits;
+    for (const bool larger_before : {false, true}) {
+        Driver d(config, fp8_shape());
+        d.randomise(3);
+        if (larger_before) d.logits(batch);
+        d.acts.fp8->begin_step(d.ctx.stream);
+        for (const Param& p : d.model.table.params) {
+            if (linear_layer_index(p.role) < 0) continue;
+            std::vector<float> values(size_t(p.padded_numel()));
+            normal_numbers(values.data(), 7, name_hash(p.name), 0, p.numel());
+            for (float& x : values) x *= 1e-3f;
+            d.model.arenas.store(p, values.data(), 0, p.padded_numel());
+        }
+        logits.push_back(d.logits(batch));
+    }
+    EXPECT_EQ(logits[0], logits[1]);
+}
+
 // An infinite weight makes loss and amaxes infinite or NaN: the step is skipped, and no history holds it.
 TEST_F(Fp8Training, StepsThatAreNotFiniteAreSkipped) {
     for (const bool keeps : {true, false}) {
