@@ -36,7 +36,7 @@ void Fp8Shards::allocate(const Context& ctx, const ParamTable& table, WeightAren
         arenas.replicated = at(REPLICATED);
         arenas.replicated.starts = starts;
     }
-    groups.resize(size_t(2 * weight_groups));
+    groups.resize(2 * size_t(weight_groups));
     codes.views.resize(size_t(weight_groups));
     for (int64_t l = first_layer; l < end_layer; l++) {
         const auto g = int(1 + l);
