@@ -2,17 +2,11 @@
 #include "kernels/linear_cross_entropy.h"
 
 #include "dev/bench/bench_util.h"
-#include "kernels/matmul.h"
-#include "runtime/device/blas_stream.h"
 
 namespace {
 
 void run(benchmark::State& state, DType T, bool by_token) {
-    static const Stream stream = [] {
-        const Stream created = create_blas_stream();
-        matmul_tuning(true, created);
-        return created;
-    }();
+    const Stream stream = tuned_stream();
     const int64_t n = state.range(0), C = state.range(1), V = state.range(2), Vp = (V + 127) / 128 * 128;
     const BenchArray losses({n}), dinp(T, {n, C}), dweight({Vp, C}), inp(T, {n, C}), weight(T, {Vp, C}),
         logits(T, {n, Vp}), targets(BenchArray::ints({n}, int32_t(V)));

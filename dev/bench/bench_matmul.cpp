@@ -8,25 +8,14 @@
 
 #include "dev/bench/bench_util.h"
 #include "kernels/activation.h"
-#include "runtime/device/blas_stream.h"
 #ifndef USE_CUDA
 #include "kernels/cpu/gemm_blocked.h"
 #endif
 
 namespace {
 
-// One stream for all benchmarks: a stream tunes a GEMM once.
-Stream stream() {
-    static const Stream tuned = [] {
-        const Stream created = create_blas_stream();
-        matmul_tuning(true, created);
-        return created;
-    }();
-    return tuned;
-}
-
 void run(benchmark::State& state, const std::function<void()>& matmul_call) {
-    run_bench(state, matmul_call, stream());
+    run_bench(state, matmul_call, tuned_stream());
 }
 
 // A linear layer of state's sizes.
@@ -39,14 +28,14 @@ struct Layer {
 void forward(benchmark::State& state, DType T) {
     const Layer l(state);
     const BenchArray out(T, {l.N, l.OC}), inp(T, {l.N, l.C}), weight(T, {l.OC, l.C}), bias(T, {l.OC});
-    run(state, [&] { matmul_forward(out, inp, weight, bias, stream()); });
+    run(state, [&] { matmul_forward(out, inp, weight, bias, tuned_stream()); });
     report_flops(state, l.flops(), T);
 }
 
 void backward_input(benchmark::State& state, DType T) {
     const Layer l(state);
     const BenchArray dinp(T, {l.N, l.C}), dout(T, {l.N, l.OC}), weight(T, {l.OC, l.C});
-    run(state, [&] { matmul_backward_input(dinp, dout, weight, false, stream()); });
+    run(state, [&] { matmul_backward_input(dinp, dout, weight, false, tuned_stream()); });
     report_flops(state, l.flops(), T);
 }
 
@@ -54,14 +43,14 @@ void backward_input(benchmark::State& state, DType T) {
 void backward_weight(benchmark::State& state, DType T) {
     const Layer l(state);
     const BenchArray dweight({l.OC, l.C}), dout(T, {l.N, l.OC}), inp(T, {l.N, l.C});
-    run(state, [&] { matmul_backward_weight(dweight, Tensor{}, dout, inp, true, stream()); });
+    run(state, [&] { matmul_backward_weight(dweight, Tensor{}, dout, inp, true, tuned_stream()); });
     report_flops(state, l.flops(), T);
 }
 
 void backward_weight_and_bias(benchmark::State& state, DType T) {
     const Layer l(state);
     const BenchArray dweight({l.OC, l.C}), dbias({l.OC}), dout(T, {l.N, l.OC}), inp(T, {l.N, l.C});
-    run(state, [&] { matmul_backward_weight(dweight, dbias, dout, inp, true, stream()); });
+    run(state, [&] { matmul_backward_weight(dweight, dbias, dout, inp, true, tuned_stream()); });
     report_flops(state, l.flops(), T);
 }
 
@@ -70,7 +59,7 @@ void forward_activation(benchmark::State& state, DType T, Activation f) {
     const Layer l(state);
     const BenchArray out(T, {l.N, l.OC / activation_inputs(f, 1)}), pre(T, {l.N, l.OC}), inp(T, {l.N, l.C}),
         weight(T, {l.OC, l.C}, 0.05f), bias(T, {l.OC});
-    run(state, [&] { matmul_forward_activation(f, out, pre, inp, weight, bias, stream()); });
+    run(state, [&] { matmul_forward_activation(f, out, pre, inp, weight, bias, tuned_stream()); });
     report_flops(state, l.flops(), T);
 }
 
@@ -81,7 +70,7 @@ void backward_activation(benchmark::State& state, DType T, Activation f) {
     const BenchArray dpre(T, {l.N, inputs}), dact(T, {l.N, l.C}), dout(T, {l.N, l.OC}), weight(T, {l.OC, l.C}),
         pre(T, {l.N, inputs}, 2);
     const ActivationGradient d{dpre, dact, {}, {}, false};
-    run(state, [&] { matmul_backward_activation(f, d, dout, weight, pre, stream()); });
+    run(state, [&] { matmul_backward_activation(f, d, dout, weight, pre, tuned_stream()); });
     report_flops(state, l.flops(), T);
 }
 

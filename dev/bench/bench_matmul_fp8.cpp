@@ -4,18 +4,8 @@
 
 #include "dev/bench/bench_util.h"
 #include "kernels/matmul.h"
-#include "runtime/device/blas_stream.h"
 
 namespace {
-
-Stream stream() {
-    static const Stream tuned = [] {
-        const Stream created = create_blas_stream();
-        matmul_tuning(true, created);
-        return created;
-    }();
-    return tuned;
-}
 
 // The dtype in which training stores activations.
 DType activations() {
@@ -35,14 +25,14 @@ void run(benchmark::State& state, Fp8Format format, DType to, bool fast) {
     const size_t different = 999983;  // a prime: rows of any length differ
     for (size_t i = 0; i < codes.size(); i++)
         codes[i] = i < different ? fp8_encode(float(normal01(1, 0, i)) * 16, format) : codes[i - different];
-    copy_to_device(a.tensor().data, codes.data(), size_t(M * K), stream());
-    copy_to_device(b.tensor().data, codes.data(), size_t(N * K), stream());
+    copy_to_device(a.tensor().data, codes.data(), size_t(M * K), tuned_stream());
+    copy_to_device(b.tensor().data, codes.data(), size_t(N * K), tuned_stream());
     const auto matrix = [&](const BenchArray& x, int64_t rows, Fp8Format f) {
         return Fp8Matrix{make_tensor(x.tensor().data, DType::U8, backend_device(), {rows, K}), f, scale};
     };
     const Fp8Matrix left = matrix(a, M, format), right = matrix(b, N, Fp8Format::E4M3);
     run_bench(
-        state, [&] { matmul_fp8(out, left, right, {}, false, fast, scratch, stream()); }, stream());
+        state, [&] { matmul_fp8(out, left, right, {}, false, fast, scratch, tuned_stream()); }, tuned_stream());
     report_flops(state, 2.0 * double(M) * double(N) * double(K), activations());
 }
 

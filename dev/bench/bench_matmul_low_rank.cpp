@@ -8,23 +8,12 @@
 
 #include "dev/bench/bench_util.h"
 #include "kernels/activation.h"
-#include "runtime/device/blas_stream.h"
 
 namespace {
 
-// One stream for all benchmarks: a stream tunes a GEMM once.
-Stream stream() {
-    static const Stream tuned = [] {
-        const Stream created = create_blas_stream();
-        matmul_tuning(true, created);
-        return created;
-    }();
-    return tuned;
-}
-
 constexpr Activation F = Activation::SwiGLU;
 
-// A layer of state's sizes. pre: what SwiGLU reads, where the layer's input is its output.
+// A layer of state's sizes.
 struct Layer {
     const DType T;
     const int64_t N, C, OC, P, R;
@@ -49,52 +38,57 @@ struct Layer {
     }
     LowRank low_rank() const { return {h, {a, b, &parts, 1}, scratch}; }
     void run(benchmark::State& state, bool adapters, const std::function<void()>& call) const {
-        run_bench(state, call, stream());
+        run_bench(state, call, tuned_stream());
         report_flops(state, 2.0 * double(N) * double(OC) * double(C + (adapters ? R : 0)), T);
     }
 };
 
 void forward(benchmark::State& state, DType T) {
     const Layer l(state, T);
-    l.run(state, true, [&] { matmul_low_rank_forward(l.out, l.inp, l.weight, {}, l.low_rank(), stream()); });
+    l.run(state, true, [&] { matmul_low_rank_forward(l.out, l.inp, l.weight, {}, l.low_rank(), tuned_stream()); });
 }
 void base_forward(benchmark::State& state, DType T) {
     const Layer l(state, T);
-    l.run(state, false, [&] { matmul_forward(l.out, l.inp, l.weight, {}, stream()); });
+    l.run(state, false, [&] { matmul_forward(l.out, l.inp, l.weight, {}, tuned_stream()); });
 }
 
 void backward_input(benchmark::State& state, DType T) {
     const Layer l(state, T);
-    l.run(state, true, [&] { matmul_low_rank_backward_input(l.inp, l.out, l.weight, {l.h, l.a}, false, stream()); });
+    l.run(state, true, [&] {
+        matmul_low_rank_backward_input(l.inp, l.out, l.weight, {l.h, l.a}, false, tuned_stream());
+    });
 }
 void base_backward_input(benchmark::State& state, DType T) {
     const Layer l(state, T);
-    l.run(state, false, [&] { matmul_backward_input(l.inp, l.out, l.weight, false, stream()); });
+    l.run(state, false, [&] { matmul_backward_input(l.inp, l.out, l.weight, false, tuned_stream()); });
 }
 
 void forward_swiglu(benchmark::State& state, DType T) {
     const Layer l(state, T);
     const BenchArray act(T, {l.N, l.OC / 2});
-    l.run(state, true,
-          [&] { matmul_low_rank_forward_activation(F, act, l.out, l.inp, l.weight, {}, l.low_rank(), stream()); });
+    l.run(state, true, [&] {
+        matmul_low_rank_forward_activation(F, act, l.out, l.inp, l.weight, {}, l.low_rank(), tuned_stream());
+    });
 }
 void base_forward_swiglu(benchmark::State& state, DType T) {
     const Layer l(state, T);
     const BenchArray act(T, {l.N, l.OC / 2});
-    l.run(state, false, [&] { matmul_forward_activation(F, act, l.out, l.inp, l.weight, {}, stream()); });
+    l.run(state, false, [&] { matmul_forward_activation(F, act, l.out, l.inp, l.weight, {}, tuned_stream()); });
 }
 
 void backward_swiglu(benchmark::State& state, DType T) {
     const Layer l(state, T);
     const BenchArray pre(T, {l.N, 2 * l.C}, 2), dpre(T, {l.N, 2 * l.C});
     const ActivationGradient d{dpre, l.inp, {}, {}, false};
-    l.run(state, true, [&] { matmul_low_rank_backward_activation(F, d, l.out, l.weight, pre, {l.h, l.a}, stream()); });
+    l.run(state, true, [&] {
+        matmul_low_rank_backward_activation(F, d, l.out, l.weight, pre, {l.h, l.a}, tuned_stream());
+    });
 }
 void base_backward_swiglu(benchmark::State& state, DType T) {
     const Layer l(state, T);
     const BenchArray pre(T, {l.N, 2 * l.C}, 2), dpre(T, {l.N, 2 * l.C});
     const ActivationGradient d{dpre, l.inp, {}, {}, false};
-    l.run(state, false, [&] { matmul_backward_activation(F, d, l.out, l.weight, pre, stream()); });
+    l.run(state, false, [&] { matmul_backward_activation(F, d, l.out, l.weight, pre, tuned_stream()); });
 }
 
 const std::vector<std::string> NAMES = {"N", "C", "OC", "P", "R"};

@@ -9,20 +9,8 @@
 #include <algorithm>
 
 #include "dev/bench/bench_util.h"
-#include "kernels/matmul.h"
-#include "runtime/device/blas_stream.h"
 
 namespace {
-
-// One stream for all benchmarks: a stream tunes a GEMM once.
-Stream stream() {
-    static const Stream tuned = [] {
-        const Stream created = create_blas_stream();
-        matmul_tuning(true, created);
-        return created;
-    }();
-    return tuned;
-}
 
 double flops(const NewtonSchulz& coefficients, int64_t batch, int64_t rows, int64_t columns) {
     const double s = double(std::min(rows, columns)), l = double(std::max(rows, columns));
@@ -34,9 +22,9 @@ void newton_schulz(benchmark::State& state, DType T) {
     const BenchArray x(T, {batch, rows, columns}),
         scratch = BenchArray::bytes(newton_schulz_scratch(batch, rows, columns, T));
     const NewtonSchulz quintic = newton_schulz_coefficients("quintic");
-    const auto run = [&] { newton_schulz(x, scratch, quintic, stream()); };
+    const auto run = [&] { newton_schulz(x, scratch, quintic, tuned_stream()); };
     run();  // tunes
-    run_bench(state, run, stream());
+    run_bench(state, run, tuned_stream());
     report_flops(state, flops(quintic, batch, rows, columns), T);
 }
 
@@ -58,10 +46,10 @@ struct Elements {
         copy_to_device(scalars.tensor().data, &s, sizeof(s), Stream{});
     }
     void momentum(const MuonSegment& segment) const {
-        muon_momentum(updates, m, grads, &segment, 1, 1, scalars, stream());
+        muon_momentum(updates, m, grads, &segment, 1, 1, scalars, tuned_stream());
     }
     void update(const MuonSegment& segment) const {
-        muon_update(params, is_16bit ? params_T.tensor() : Tensor{}, updates, &segment, 1, 1, scalars, stream());
+        muon_update(params, is_16bit ? params_T.tensor() : Tensor{}, updates, &segment, 1, 1, scalars, tuned_stream());
     }
 };
 
@@ -78,7 +66,7 @@ void momentum(benchmark::State& state, DType T) {
     const int64_t n = state.range(0);
     const Elements e(T, n);
     run_bench(
-        state, [&] { e.momentum(segment_of(n)); }, stream());
+        state, [&] { e.momentum(segment_of(n)); }, tuned_stream());
     report_bytes(state, (12.0 + double(dtype_size(T))) * double(n));
 }
 
@@ -88,7 +76,7 @@ void update(benchmark::State& state, DType T) {
     const int64_t n = state.range(0);
     const Elements e(T, n);
     run_bench(
-        state, [&] { e.update(segment_of(n)); }, stream());
+        state, [&] { e.update(segment_of(n)); }, tuned_stream());
     report_bytes(state, 12.0 * double(n));
 }
 
@@ -116,13 +104,13 @@ void step(benchmark::State& state, DType T) {
             for (int64_t first = 0; first < g.matrices; first += most) {
                 const int64_t batch = std::min(most, g.matrices - first);
                 const Tensor x = make_tensor(at, T, backend_device(), {batch, g.rows, g.columns});
-                newton_schulz(x, scratch, quintic, stream());
+                newton_schulz(x, scratch, quintic, tuned_stream());
                 at += x.bytes();
             }
         e.update(segment_of(n));
     };
     run();
-    run_bench(state, run, stream());
+    run_bench(state, run, tuned_stream());
     report_flops(state, total, T);
 }
 

@@ -6,6 +6,8 @@
 #include <cstring>
 
 #include "dev/bench/cache_flush.h"
+#include "kernels/matmul.h"
+#include "runtime/device/blas_stream.h"
 #include "runtime/device/convert_dtype.h"
 #include "runtime/rng.h"
 #include "runtime/text.h"
@@ -69,6 +71,15 @@ BenchArray BenchArray::bytes(int64_t n) {
     a.memory = device_memory(zeros.data(), n);
     a.view.data = a.memory.get();
     return a;
+}
+
+Stream tuned_stream() {
+    static const Stream tuned = [] {
+        const Stream created = create_blas_stream();
+        matmul_tuning(true, created);
+        return created;
+    }();
+    return tuned;
 }
 
 void run_bench(benchmark::State& state, const std::function<void()>& op, Stream stream) {

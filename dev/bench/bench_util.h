@@ -49,6 +49,8 @@ class BenchArray {
 
 // The timed loop. stream: the stream that op uses.
 void run_bench(benchmark::State& state, const std::function<void()>& op, Stream stream = {});
+// One stream for all benchmarks with tuned GEMMs: a stream tunes a GEMM once.
+Stream tuned_stream();
 
 // To be called after the loop with the bytes, floating-point operations or tokens of one run. Bytes count each input
 // and output once, so an op that reads its input twice gets a lower rate.

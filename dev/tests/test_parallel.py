@@ -280,15 +280,15 @@ class ParallelTest(unittest.TestCase):
         # Stage 2 does not wait for updated weights that it does not keep.
         self.expect_same_bits(self.train_all(*((2, *fp8, "--zero-stage", 2, "--fp8-weights", weights) for weights in ("kept", "use"))),
                               "codes in stage 2")
-        texts, sent = [], []
+        samples, sent = [], []
         for weights in ("kept", "use"):
             args = [*stage_3, "--fp8-skip-last", 1, "--steps", 2, "--sample-every", 1, "--save-every", 0, "--profile", 2]
             done = run(2, *self.args(f"codes_{weights}", "gpt2-tiny", 2, *args, "--fp8-weights", weights))
             self.assertEqual(done.returncode, 0, done.stderr)
-            texts.append([line for line in done.stderr.splitlines() if "sample:" in line])
+            samples.append([line for line in done.stderr.splitlines() if "sample:" in line])
             sent.append({line.split(",")[0][4:] for line in done.stderr.splitlines() if line.startswith("  | all_gather of")})
-        self.assertEqual(texts[0], texts[1])
-        self.assertEqual(len(texts[0]), 2)
+        self.assertEqual(samples[0], samples[1])
+        self.assertEqual(len(samples[0]), 2)
         codes = {f"all_gather of {what}" for what in ("codes of layer 0", "codes of layer 1", "layer 2")}
         self.assertEqual({what for what in sent[0] if "layer" in what}, codes)
         self.assertEqual({what for what in sent[1] if "layer" in what}, {what.replace("codes of ", "") for what in codes})
